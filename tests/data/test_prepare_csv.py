@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nemo_prorl import cli, settings
-from nemo_prorl.data.prepare.answers import has_decimal_comma, has_letter_for_unit, is_worded
+from nemo_prorl.data.prepare.answers import has_decimal_comma, has_letter_for_unit, has_remark, is_worded
 from tests.data.preparing import records
 
 pytestmark = pytest.mark.starts
@@ -141,13 +141,47 @@ def test_other_letters_are_not_taken_for_units(answer: str | list[str]) -> None:
 
 def test_a_decimal_comma_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert prepare(tmp_path, "problem;answer\nhalf of 7?;3,5\n7*500?;3,500\n") == 0
-    assert "1 of the answers are two numbers with a comma, such as '3,5'" in caplog.text
+    assert "1 of the answers may have a decimal comma or points between thousands, such as '3,5'" in caplog.text
     assert "mine.csv:2" in caplog.text
-    assert "write a point" in caplog.text
+    assert "write 3.5" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("answer", "found"), [("0,25", True), ("$-3,5$", True), ("3,5000", True), ("3,500", False), ("1, 2", False)]
+    ("answer", "found"),
+    [
+        *[(answer, True) for answer in ("0,25", "$-3,5$", "3,5000", "18,00 €", "€18,50", "12,5 km", "37,5 %")],
+        *[(answer, True) for answer in ("1.234,56 €", "(0; 1,5)", "1.250.000", "37,5\\%")],
+        *[(answer, False) for answer in ("3,500", "1, 2", "$1,500", "1,250,000", "3,500 m", "(1,2)", "[0,1)", "1.500")],
+        *[(answer, False) for answer in ("\\{1,2\\}", "1,2,3", "x=1,y=2", "\\$1,250.50")],
+    ],
 )
 def test_a_comma_between_thousands_or_before_a_space_is_no_decimal_comma(answer: str, found: bool) -> None:
     assert has_decimal_comma({"answer": answer}) == found
+
+
+def test_five_answers_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = "".join(f"{n}+1?,ca. {n}\n" for n in range(7))
+    assert prepare(tmp_path, f"problem,answer\n{rows}") == 0
+    assert "7 of the answers carry a remark" in caplog.text
+    assert all(f"mine.csv:{line})" in caplog.text for line in range(2, 7))
+    assert "mine.csv:7)" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "answer", ["ca. 60", "~5", "56?", "12 (rounded)", "2.5 (or 5/2)", "Answer: 5", "about $5", "The answer is 5"]
+)
+def test_a_remark_beside_an_answer_is_found(answer: str) -> None:
+    assert has_remark({"answer": answer})
+
+
+@pytest.mark.parametrize("answer", ["5", "f(x)", "2(a+b)", "(C)", "5 (x+1)", "\\text{about}", "A", "12!"])
+def test_a_formula_is_not_taken_for_a_remark(answer: str) -> None:
+    assert not has_remark({"answer": answer})
+
+
+def test_another_encoding_is_named_with_its_fix(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "mine.csv").write_bytes("problem,answer\nGröße?,5\n".encode("latin-1"))
+    command = ["data", "prepare", "math", "--from", str(tmp_path / "mine.csv"), "--out", str(tmp_path / "out")]
+    assert cli.main(command) == 4
+    assert "mine.csv: not UTF-8" in caplog.text
+    assert "Fix: save or convert the file as UTF-8" in caplog.text

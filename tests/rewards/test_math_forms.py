@@ -3,6 +3,8 @@ r"""The math plugin: one answer in the many forms that models write, and what mu
 None of the answers is taken from a contest.
 """
 
+# ruff: noqa: RUF001 - some answers have signs that look like others
+
 import time
 
 import pytest
@@ -21,8 +23,8 @@ def math() -> MathReward:
     return plugin
 
 
-def score(plugin: MathReward, truth: str, answer: str) -> float:
-    return plugin.score(RewardRequest("x", "math", "?", {"answer": truth}, f"so \\boxed{{{answer}}}.")).score
+def score(plugin: MathReward, truth: str, answer: str, **more: str) -> float:
+    return plugin.score(RewardRequest("x", "math", "?", {"answer": truth, **more}, f"so \\boxed{{{answer}}}.")).score
 
 
 # Each truth with answers that are right, then answers that are near and wrong.
@@ -126,6 +128,32 @@ CASES: list[tuple[str, list[str], list[str]]] = [
     ("12", ["\\$12", "12 cents", "12 €"], ["\\$13"]),
     ("\\$3, \\$5", ["3, 5", "5 \\text{ and } 3", "\\$5, \\$3"], ["3, 6", "\\$3, 5 cents"]),
     ("\\$5 million", ["\\$5 million", "5 million"], ["\\$5", "\\$6 million"]),
+    ("[-2, 4]", ["-2 \\leq x \\leq 4", "-2 ≤ x ≤ 4"], ["-2 < x \\leq 4", "-2 \\leq x \\leq 5"]),
+    ("[2,\\infty)", ["x \\geq 2", "[2, ∞)", "x ≥ 2", "x \\geqslant 2"], ["x \\leq 2", "x > 2"]),
+    ("x ≥ 2", ["x \\geq 2", "x \\ge 2", "x >= 2", "[2, \\infty)"], ["x ≤ 2", "x > 2"]),
+    ("√2", ["\\sqrt{2}", "\\sqrt2", "sqrt(2)"], ["2", "\\sqrt{3}"]),
+    ("6 sqrt(2)", ["6\\sqrt{2}", "6√2", "\\sqrt{72}"], ["6"]),
+    ("2pi", ["2\\pi", "2π", "2*pi", "2 \\cdot \\pi"], ["\\pi", "2p"]),
+    ("(-∞, 3)", ["(-\\infty, 3)", "x < 3"], ["(-\\infty, 3]", "(-\\infty, 4)"]),
+    ("5.2 × 10^-4", ["5.2 \\times 10^{-4}", "0.00052", "5.2 x 10^-4", "5.2·10⁻⁴"], ["5.2 \\times 10^{4}"]),
+    ("5.2 x 10^4", ["52000", "5.2 \\times 10^4"], ["5200"]),
+    ("x^-2", ["x^{-2}", "\\frac{1}{x^2}", "x⁻²"], ["x^2"]),
+    ("±7", ["7, -7", "\\pm 7"], ["7"]),
+    ("–7", ["-7", "−7"], ["7"]),
+    ("75 km/h", ["75 \\, \\frac{\\text{km}}{\\text{h}}", "75"], ["75 h/km", "75 km"]),
+    ("9.8 m/s^2", ["9.8 m s^{-2}", "9.8 m/s²", "9.8\\,\\text{m}\\cdot\\text{s}^{-2}"], ["9.8 m^2/s", "9.8 s^2/m"]),
+    ("10kg", ["10", "10 kg", "10 \\text{ kilograms}"], ["10 g", "11"]),
+    ("24 liters", ["24 L", "24 litres", "24 l", "24"], ["24 ml"]),
+    ("5 ml", ["5\\text{ mL}", "5 milliliters", "5"], ["5 L"]),
+    ("20 °C", ["20", "20^\\circ C", "20^{\\circ}\\text{C}", "20 degrees Celsius"], ["20 °F", "21 °C"]),
+    ("180°", ["180\\degree", "180^\\circ", "180", "180 degrees"], ["170°"]),
+    ("20 cm2", ["20", "20\\text{ cm}^2", "20 cm²"], ["20 cm", "20 cm^3"]),
+    ("CHF 12.50", ["12.50", "12.5 CHF", "CHF 12.5"], ["12.50 €", "CHF 13"]),
+    ("USD 12", ["12", "\\$12", "12 dollars"], ["12 €"]),
+    ("₹500", ["500", "500 rupees", "Rs. 500"], ["\\$500"]),
+    ("£7.20", ["\\pounds 7.20", "7.2", "7.20 pounds"], ["7.20 €"]),
+    ("x = 2 or x = 3", ["x_1 = 2, x_2 = 3", "2, 3", "x = 3, x = 2"], ["x_1 = 2", "y = 2, y = 3"]),
+    ("B)", ["B", "(B)"], ["C", "A)"]),
     ("2½", ["2\\frac12", "2.5", "5/2", "2 1/2"], ["2", "1.5", "21/2"]),
     ("⅓", ["\\frac{1}{3}", "1/3"], ["⅔", "3"]),
     ("10 cm²", ["10 \\text{ cm}^2", "10 cm^2", "10"], ["10 cm^3", "11"]),
@@ -214,6 +242,7 @@ LONG = [
     "1" * 100_000, "1," * 50_000, "(" * 50_000 + ")" * 50_000, "\\frac{1}{" * 200 + "5" + "}" * 200, "5 or " * 20_000,
     "\\pm " * 25_000 + "5", "x=" * 50_000 + "5", " " * 100_000, "m " * 50_000, "A) " * 33_000, "5^{" * 300 + "}" * 300,
     "1 " * 50_000, "<" * 10_000, "\\text{" * 5_000 + "}" * 5_000,
+    "6" + "   ab^2" * 12 + "!", "6 \\frac{" + "a^2 " * 18 + "}{", "sqrt(" * 20_000, "√(" * 20_000, "⁻" * 50_000,
 ]  # fmt: skip
 
 
@@ -258,6 +287,25 @@ def test_a_unit_is_split_off_and_read(text: str, value: str, unit: str) -> None:
     found, given = split_unit(text)
     assert found == value
     assert same_unit(unit, given)
+
+
+@pytest.mark.parametrize(
+    ("unit", "right", "wrong"),
+    [
+        ("m²", ["9 m²", "9 m^2", "9\\text{ m}^2", "9"], ["9 m", "9 m^3"]),
+        ("m2", ["9 m^2", "9 m²"], ["9 m"]),
+        ("m/s²", ["9 m/s²", "9 m s^{-2}", "9 \\frac{m}{s^2}"], ["9 m/s", "9 s^2/m"]),
+        ("m/s", ["9\\ \\frac{m}{s}", "9 \\frac{\\text{m}}{\\text{s}}"], ["9 s/m"]),
+        ("µm", ["9 µm", "9\\,\\mu m", "9 \\mu\\text{m}"], ["9 m"]),
+        ("Ω", ["9 Ω", "9\\,\\Omega"], ["9 V"]),
+        ("litres", ["9 liters", "9 L", "9 l"], ["9 ml"]),
+        (" $", ["\\$9", "9 dollars"], ["9 cents"]),
+        ("$\\mathrm{J} \\mathrm{K}^{-1} \\mathrm{~mol}^{-1}$", ["9 J/(mol K)", "9 J/mol/K"], ["9 J mol/K"]),
+    ],
+)
+def test_an_answer_has_the_unit_of_the_truth(unit: str, right: list[str], wrong: list[str], math: MathReward) -> None:
+    assert {score(math, "9", answer, unit=unit) for answer in right} == {1.0}
+    assert {score(math, "9", answer, unit=unit) for answer in wrong} == {0.0}
 
 
 def test_units_differ_by_word_or_power() -> None:

@@ -26,8 +26,15 @@ _SYMBOLS = re.compile(
     r"[A-Za-z]{2}|[A-Z]{3,4}|(?:(?![AEIOUYaeiouy])[A-Za-z])+|[\u0370-\u03ff]+|[ivxlc]+|[A-Z][a-z]+[A-Z][A-Za-z]*"
 )
 _NUMBER_AND_LETTER = re.compile(r"[+-]?[\d.,]*\d(?:\s|~|\\[,;: ])*[msghlLJNWVKCFA](?:[²³]|\^\{?[23]\}?)?")
-_COMMA = re.compile(r"[+-]?\d+,\d+")
-_THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2},\d{3}")
+_COMMA = re.compile(
+    r"[^\w.,;()\[\]\\]*\d+(?:\.\d{3})*,\d+[^\d,;()\[\]]*|.*\d,\d.*;.*|.*;.*\d,\d.*|\d{1,3}(?:\.\d{3}){2,}"
+)
+_THOUSANDS = re.compile(r"\D*[1-9]\d{0,2}(?:,\d{3})+(?:\.\d*)?\D*")
+_REMARK = re.compile(
+    r"(?:ca\.?|circa|approx\.?|approximately|about|around|roughly|~|≈)\s*\$?\d.*|.*\d\s*\?"
+    r"|.*\d\s*\((?:or\b.*|[a-z][a-z .]+)\)|(?:the )?ans(?:wer)?(?: is|\s*[:=]).*",
+    re.IGNORECASE,
+)
 _KNOWN = (
     "yes no true false none neither both always never sometimes odd even prime composite positive negative"
     " and or undefined infinity infinite inf nan increasing decreasing convergent divergent converges diverges"
@@ -99,8 +106,13 @@ def has_letter_for_unit(truth: dict[str, Any]) -> bool:
 
 
 def has_decimal_comma(truth: dict[str, Any]) -> bool:
-    """Return whether a comma may be a decimal point, as in `3,5`: the plugin reads a list.  `3,500` is a number."""
+    """Return whether a comma may be a decimal point, as in `3,5 €`: the plugin reads a list.  `3,500` is a number."""
     return _has_form(truth, _COMMA) and not _has_form(truth, _THOUSANDS)
+
+
+def has_remark(truth: dict[str, Any]) -> bool:
+    """Return whether an answer is a number with a remark, as in `ca. 60` or `12 (rounded)`."""
+    return _has_form(truth, _REMARK)
 
 
 # Answers that the plugin may read otherwise than they are meant, and what `prorl data prepare` says of them.
@@ -111,8 +123,9 @@ DOUBTS: dict[Callable[[dict[str, Any]], bool], str] = {
     has_letter_for_unit: "are a number and a letter, such as {}.  The letter counts as a factor: a response without it"
     " is wrong.  Fix, if it is a unit: write a word (3 meters) or 3 \\text{{ m}}, or give units in a column"
     " of their own (--field unit=COLUMN)",
-    has_decimal_comma: "are two numbers with a comma, such as {}: they count as a list in any order.  Fix, if each is"
-    " one decimal number: write a point",
+    has_decimal_comma: "may have a decimal comma or points between thousands, such as {}: a comma makes a list in any"
+    " order, and a point is decimal.  Fix, if so: write 3.5 and 1234567",
+    has_remark: "carry a remark, such as {}: a response without it is wrong.  Fix: leave only the answer",
 }
 
 

@@ -27,6 +27,7 @@ _log = logging.getLogger(__name__)
 
 HUB = "hub"
 ALL = -1
+_EXAMPLES = 5  # answers that a warning names
 
 
 @dataclass(frozen=True)
@@ -316,9 +317,8 @@ class Preparation:
             return
         for doubted, text in answers.DOUBTS.items():
             if found := [item for item in self.items if doubted(item.draft.truth)]:
-                first = found[0]
-                example = f"{first.draft.truth['answer']!r} ({first.file}:{first.line})"
-                _log.warning("%d of the answers %s", len(found), text.format(example))
+                examples = [f"{item.draft.truth['answer']!r} ({item.file}:{item.line})" for item in found[:_EXAMPLES]]
+                _log.warning("%d of the answers %s", len(found), text.format(", ".join(examples)))
 
     def drop_wrong_golds(self) -> None:
         """Drop records whose gold answer the plugin does not accept; judge at most --check of them."""
@@ -416,7 +416,7 @@ def summary(options: PrepareOptions, manifest: PreparedManifest) -> str:
     lines = [f"{options.name}: {counts['read']} read, {counts['kept']} kept"]
     lines += [f"  dropped {number:>7}  {reason}" for reason, number in counts["dropped"].items()]
     checked = manifest["checks"]["gold"]
-    lines.append(f"  gold answers: {checked['checked']} judged, {checked['failed']} not accepted")
+    lines.append(f"  gold answers: {checked['checked']} judged as responses, {checked['failed']} not accepted")
     for written in manifest["outputs"]:
         path = options.out / written["file"]
         part = "train" if path.stem == "train" else "validation"

@@ -138,7 +138,9 @@ def _values(file: Path) -> Iterator[tuple[int, Any]]:
         else:
             with file.open("rb") as raw:
                 yield from _lines(file, raw)
-    except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file}: not UTF-8 ({error}).  Fix: save or convert the file as UTF-8") from error
+    except (OSError, EOFError, csv.Error) as error:
         raise DataError(f"{file}: cannot be read: {error}") from error
 
 

@@ -16,8 +16,10 @@ from prorl_reward_math.latex import CURRENCIES, canonical, clean, number
 from prorl_reward_math.units import power_of_ten, same_unit, split_unit
 
 _NAMED = re.compile(
-    r"(?:[A-Za-z]\w?(?:_\{?\w+\}?)?|\\[a-z]+|[A-Za-z]\([A-Za-z]\)|\([A-Za-z](?:,\s*[A-Za-z])+\))\s*(?:=|\\in(?![A-Za-z]))(.+)"
+    r"([A-Za-z]\w?(?:_\{?\w+\}?)?|\\[a-z]+|[A-Za-z]\([A-Za-z]\)|\([A-Za-z](?:,\s*[A-Za-z])+\))\s*(?:=|\\in(?![A-Za-z]))(.+)"
 )
+
+_INDEX = re.compile(r"_\{?\w+\}?$")
 
 
 def same_answer(truth: str, answer: str, tolerance: float | None = None, unit: str = "") -> bool:
@@ -44,12 +46,12 @@ def same_answer(truth: str, answer: str, tolerance: float | None = None, unit: s
 
 
 def _without_name(truth: str, answer: str) -> tuple[str, str]:
-    """Drop a name that only one side has: `x=5` and `5` are the same answer, `x=5` and `y=5` are not."""
+    """Drop a name that only one side has: `x=5` and `5` are the same answer, `x=5` and `y=5` are not.  `x_1` is `x`."""
     left, right = _NAMED.fullmatch(truth), _NAMED.fullmatch(answer)
     if left and "=" not in answer:
-        return left[1].strip(), answer
-    if right and "=" not in truth:
-        return truth, right[1].strip()
+        return left[2].strip(), answer
+    if right and ("=" not in truth or (left and left[1] == _INDEX.sub("", right[1]) != right[1])):
+        return left[2].strip() if left else truth, right[2].strip()
     return truth, answer
 
 

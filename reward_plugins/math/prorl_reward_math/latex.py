@@ -1,8 +1,9 @@
 """Extraction of the boxed answer from a text, and the canonical form of answers.  Standard library only."""
 
 import re
-import unicodedata
 from fractions import Fraction
+
+from prorl_reward_math.spelling import spelled
 
 MAX_WRAPPED_CHARS = 2000  # longer answers keep their outer braces: removing each layer costs one pass
 MAX_EXPONENT = 400  # largest exponent of scientific notation that is evaluated
@@ -70,13 +71,14 @@ STYLE = r"\\(?:text(?:rm|bf|it|normal)?|math(?:rm|bf|it|sf)|operatorname|mbox|hb
 TEXT = re.compile(STYLE + r"\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z\s'.-]{2,}|no", re.IGNORECASE)
 _THOUSANDS = re.compile(r"([+-]?\d{1,3})((?:(?:,|\{,\}|\\,|\s)\d{3})+)(\.\d+)?")
-CURRENCIES = {"€": "euros", "£": "pounds", "¥": "yen", "$": "dollars", "\\$": "dollars"}
-_SYMBOL = re.compile(STYLE + r"\{\s*([€£¥])\s*\}")
-_MONEY = re.compile(r"([+-]?)\s*([€£¥]|\\\$)([^$€£¥]+)|([^$€£¥]+)([€£¥]|\\\$)")
+CURRENCIES = {
+    **{"€": "euros", "£": "pounds", "¥": "yen", "₹": "rupees", "₩": "won"},
+    **{"$": "dollars", "\\$": "dollars"},
+}
+_SYMBOL = re.compile(STYLE + r"\{\s*([€£¥₹₩])\s*\}")
+_MONEY = re.compile(r"([+-]?)\s*([€£¥₹₩]|\\\$)([^$€£¥₹₩]+)|([^$€£¥₹₩]+)([€£¥₹₩]|\\\$)")
 _BARE_DOLLAR = re.compile(r"\A(?=[+-]?\$\d[^$A-Za-z]*\Z)([+-]?)\$")  # `$5`; the signs of `$5$` are layout
 _LETTER = re.compile(r"(?<![\\A-Za-z])[A-Za-z]")  # outside a command
-_POWERS = str.maketrans({"²": "^2", "³": "^3"})
-_FRACTION = re.compile("[¼-¾⅐-⅞]")
 _EDGES = re.compile(r"^(?:\\[,;: ]|\s)+|(?:(?<!\\)\\(?:[,;: ]|$)|\s)+$")
 _SPACES = re.compile(r"(?<!\\)\\[,;:! ]|\\q?quad(?![A-Za-z])|~|\s")
 
@@ -95,7 +97,7 @@ def clean(answer: str) -> str:
     r"""Remove typesetting from an answer: `$`, `\(`, `\left`, `\!`, braces around it, punctuation at its end.
 
     Also rewrites notation that math-verify cannot read: `np.arcsin` as `\arcsin`, `7./4` as `7/4`, `\{x|x>2\}` as
-    `x>2`, `2i` as `2 i`, `$5` as `5 dollars`, and the mixed numbers `2 2/5` and `2⅖` as `2\frac{2}{5}`.
+    `x>2`, `2i` as `2 i`, `$5` as `5 dollars`, the mixed number `2 2/5` as `2\frac{2}{5}`, and signs (see `spelled`).
     """
     text = _BARE_DOLLAR.sub(r"\1\\$", answer.strip())
     text = _LAYOUT.sub(" ", re.sub(r"\\!\s*", "", text)).replace("np.", "\\").replace("./", "/")
@@ -104,23 +106,18 @@ def clean(answer: str) -> str:
         text = text[1:-1].strip(" .,;:\n")
     if found := TEXT.fullmatch(text):
         text = found[1].strip()
-    text = _SYMBOL.sub(r"\1", text.replace("\\euro{}", "€").replace("\\euro", "€")).translate(_POWERS)
+    text = _SYMBOL.sub(r"\1", spelled(text))
     if found := _MONEY.fullmatch(text):
         sign, before, behind, amount, after = found.groups(default="")
         if not _LETTER.search(amount := sign + (behind or amount).strip()):
             text = f"{amount} {CURRENCIES[before or after]}"
-    text = _MIXED.sub(_mixed, _FRACTION.sub(_fraction, _BUILDER.sub(r"\1", text)))
+    text = _MIXED.sub(_mixed, _BUILDER.sub(r"\1", text))
     return re.sub(r"(?<![A-Za-z\\{])i(?![A-Za-z])", " i ", text).strip()
 
 
 def _mixed(found: re.Match[str]) -> str:
     whole, over, under = found.groups()
     return rf"{whole}\frac{{{over}}}{{{under}}}" if int(over) < int(under) else found[0]
-
-
-def _fraction(found: re.Match[str]) -> str:
-    over, under = unicodedata.normalize("NFKC", found[0]).split("\N{FRACTION SLASH}")
-    return rf"\frac{{{over}}}{{{under}}}"
 
 
 def canonical(answer: str) -> str:

@@ -6,21 +6,30 @@ Units are never converted: an answer in another unit than the truth's is wrong.
 import re
 
 from prorl_reward_math.latex import TEXT
+from prorl_reward_math.spelling import spelled
 
 MAX_UNIT_CHARS = 80
 
 _GAP = r"(?:\s|~|\$|/|\\[,;: ]|\\cdot(?![A-Za-z])|\{\s*\})*"
-_POWER = r"(?:\s*\^\s*\{?\s*-?\d\s*\}?)?"
-_STRICT = r"(?<=[\s~$/,;:])(?:[A-Za-z]{2,}|[A-Za-z](?=\s*/))|(?<=/)[A-Za-z]|(?<=[\d}])[cmk]m(?![A-Za-z])|(?<=\\;)m"
+_POWER = r"(?:\s*\^\s*\{?\s*-?\d(?:\s*\})?)?"
+_SYMBOLS = "[cmkn]m|[km]g|m[lL]|min|sec|hrs?|Hz|kW|kWh|k?Pa|eV|mol|lbs?|ft|mph"  # common enough without a space
+_STRICT = (
+    r"(?<=[\s~$/,;:])(?:[A-Za-z]{2,}|[A-Za-z](?=\s*/))|(?<=/)[A-Za-z]"
+    rf"|(?<=[\d}}])(?:{_SYMBOLS})(?![A-Za-z])|(?<=\\;)m"
+)
 _LOOSE = r"(?<![A-Za-z\\])[A-Za-z]+"
+_QUOTIENT = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
+_BELOW = re.compile(r"(?<=[A-Za-z}])\s*/\s*\(([^()]*)\)")  # `J/(mol K)`
 
 
-def _ending(word: str) -> re.Pattern[str]:
-    part = rf"(?:{TEXT.pattern}|(?<![A-Za-z])[ap]\.m\b|{word}|\^?\{{?\\circ\}}?|°|\\(?:mu|Omega|AA)(?![A-Za-z]))"
+def _ending(word: str, quotient: str) -> re.Pattern[str]:
+    half = rf"\{{\s*(?:(?:{quotient})(?:\^\{{?-?\d\}}?)?(?:\s|\\cdot)*)+\}}"
+    signs = r"\^?\{?\\circ\}?|°|\\(?:mu|Omega|AA)(?![A-Za-z])"
+    part = rf"(?:\\[dt]?frac\s*{half}\s*{half}|{TEXT.pattern}|(?<![A-Za-z])[ap]\.m\b|{word}|{signs})"
     return re.compile(rf"(?:{_GAP}{part}{_POWER})+{_GAP}\.?$")
 
 
-_ENDINGS = {False: _ending(_STRICT), True: _ending(_LOOSE)}
+_ENDINGS = {False: _ending(_STRICT, TEXT.pattern), True: _ending(_LOOSE, rf"{TEXT.pattern}|{_LOOSE}")}
 _NOT_UNITS = re.compile(
     r"\b(?:or|and|not?|to|than|least|most|more|less|if|when|where|mod|times|plus|minus|over|squared|cubed|half|dozen"
     r"|hundred|thousand|million|billion|trillion|pi|e|i)\b|[^\w\s^{}/$~.,;:\\-]"
@@ -34,26 +43,32 @@ _REPLACED = {
     r"\b(?:square|sq\.?)\s+([A-Za-z]+)": r"\1^2",
     r"\bcubic\s+([A-Za-z]+)": r"\1^3",
     r"\bper\b": "/",
+    r"\b(lit|met)re": r"\1er",
     r"\bUS(?:D| dollars?)\b": "dollars",
     r"\bGBP\b": "pounds",
     r"\bJPY\b": "yen",
 }
 
 # Units that begin with the letter of another: `min` is no spelling of `m`.
+_LITERS = {"l", "ml", "cl", "dl"}  # `L` and `l` are equal
 _OTHERS = re.compile(r"(?:mins?|minutes?|mol|moles?|miles?|mi|months?|gal|gallons?|stones?|hectares?|hertz)$")
 
+_WORD = re.compile(r"([A-Za-z]+)\s*(?:\^?\s*\{?\s*(-?)([1-9]))?")
 
-def read_unit(text: str) -> list[tuple[str, str]]:
+
+def read_unit(text: str) -> list[tuple[str, int]]:
     r"""Return (word, power) pairs of a unit; [] if the text is not a unit.
 
-    `m/s^{2}` gives ("m", ""), ("s", "2"): a power of 1 is empty, and the signs of powers are dropped.
+    `m/s^{2}` and `m s^{-2}` give ("m", 1), ("s", -2): all words after the first `/` are below the line.
     """
-    text = TEXT.sub(r" \1", text)
+    text = _QUOTIENT.sub(r"\1/\2", _BELOW.sub(r"/\1", TEXT.sub(r" \1", spelled(text))))
     for pattern, replacement in _REPLACED.items():
         text = re.sub(pattern, replacement, text)
     if _NOT_UNITS.search(text):
         return []
-    return list(re.findall(r"([A-Za-z]+)\s*(?:\^\s*\{?\s*-?([2-9]))?", text))
+    above, _, below = text.partition("/")
+    found = [(1, word) for word in _WORD.findall(above)] + [(-1, word) for word in _WORD.findall(below)]
+    return [(name, (-sign if minus else sign) * int(power or 1)) for sign, (name, minus, power) in found]
 
 
 def split_unit(text: str, loose: bool = False) -> tuple[str, str]:
@@ -63,6 +78,7 @@ def split_unit(text: str, loose: bool = False) -> tuple[str, str]:
         text: the answer.
         loose: treat letters that may be a factor, as in `5 m` or `5m`, as a unit.  Otherwise they stay in the value.
     """
+    text = _BELOW.sub(r"/\1", text) if loose else text
     if found := _ENDINGS[loose].search(text, max(1, len(text) - MAX_UNIT_CHARS)):
         value, unit = text[: found.start()].rstrip(), found.group().strip()
         complete = value[-1:] not in "+-*/^_(=,{\\" and value.count("{") == value.count("}")
@@ -71,8 +87,10 @@ def split_unit(text: str, loose: bool = False) -> tuple[str, str]:
     return text, ""
 
 
-def _same_word(one: tuple[str, str], other: tuple[str, str]) -> bool:
+def _same_word(one: tuple[str, int], other: tuple[str, int]) -> bool:
     """Return whether two (word, power) pairs are equal; a word may abbreviate the other (`km`, `kilometers`)."""
+    if {one[0].casefold(), other[0].casefold()} <= _LITERS:
+        one, other = (one[0].casefold(), one[1]), (other[0].casefold(), other[1])
     short, long = sorted((one[0].casefold(), other[0].casefold()), key=len)
     letters = iter(long)
     spelled = (long in ("am", "pm") or len(long) > 2) and not (len(short) == 1 and _OTHERS.match(long))

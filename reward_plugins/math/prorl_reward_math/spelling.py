@@ -1,0 +1,65 @@
+r"""One spelling of mathematical signs: `≤` and `\leq` become `\le`, `√2` and `sqrt(2)` become `\sqrt{2}`."""
+
+# ruff: noqa: RUF001 - the signs that look like others are the matter of this file
+
+import re
+import unicodedata
+from collections.abc import Callable
+
+_SIGNS = str.maketrans(
+    {
+        **{"≤": "\\le ", "≥": "\\ge ", "≠": "\\neq ", "×": "\\times ", "·": "\\cdot ", "⋅": "\\cdot ", "−": "-"},
+        **{"π": "\\pi ", "∞": "\\infty ", "±": "\\pm ", "∪": "\\cup ", "∩": "\\cap ", "∈": "\\in "},
+        **{"µ": "\\mu ", "μ": "\\mu ", "Ω": "\\Omega ", "\N{OHM SIGN}": "\\Omega "},
+    }
+)
+
+
+def _power(found: re.Match[str]) -> str:
+    digits = unicodedata.normalize("NFKC", found[0]).replace("\N{MINUS SIGN}", "-")
+    return f"^{digits}" if len(digits) == 1 else f"^{{{digits}}}"
+
+
+def _fraction(found: re.Match[str]) -> str:
+    over, under = unicodedata.normalize("NFKC", found[0]).split("\N{FRACTION SLASH}")
+    return rf"\frac{{{over}}}{{{under}}}"
+
+
+def _root(found: re.Match[str]) -> str:
+    return rf"\sqrt{{{found[1] or found[2] or found[3]}}}"
+
+
+_Replacement = str | Callable[[re.Match[str]], str]
+_UNICODE: list[tuple[re.Pattern[str], _Replacement]] = [
+    (re.compile("[⁰¹²³⁴-⁹⁻]+"), _power),
+    (re.compile("[¼-¾⅐-⅞]"), _fraction),
+    (re.compile(r"√\s*(?:(\d+(?:\.\d+)?|[A-Za-z])|\(([^()]*)\)|\{([^{}]*)\})"), _root),
+    (re.compile(r"(?:^|(?<=[(\[=,]))\s*–(?=\s*\d)"), "-"),  # elsewhere it may mean a range
+    (re.compile(r"°\s*([CF])(?![A-Za-z])"), r"^\\circ\\text{\1}"),
+]
+_TYPED: list[tuple[re.Pattern[str], _Replacement]] = [
+    (re.compile(r"\\([lg]e)q(?:slant)?(?![A-Za-z])"), r"\\\1 "),
+    (re.compile(r"(?<![A-Za-z\\])sqrt\s*(?:(\d+)|\(([^()]*)\)|\{([^{}]*)\})"), _root),
+    (re.compile(r"(?<![A-Za-z\\])pi(?![A-Za-z])"), r"\\pi "),
+    (re.compile(r"\^-(\d+|[A-Za-z](?![A-Za-z]))"), r"^{-\1}"),
+    (re.compile(r"(?<=\d)\s*x\s*(?=10\s*\^)"), r"\\times "),
+    (re.compile(r"\\degrees?(?![A-Za-z])"), r"^\\circ "),
+    (re.compile(r"\^?\{?\\circ\s*\}?\s*([CF])(?![A-Za-z])"), r"^\\circ\\text{\1}"),
+    (re.compile(r"\\(?:pounds|textsterling)(?![A-Za-z])"), "£"),
+    (re.compile(r"\\(?:yen|textyen)(?![A-Za-z])"), "¥"),
+    (re.compile(r"\\(?:euro|texteuro)(?:\{\}|(?![A-Za-z]))"), "€"),
+    (re.compile(r"\\textdollar(?![A-Za-z])"), r"\\$"),
+    (re.compile(r"(?<=\d)\s*([ckmd]?m)([23])(?![\w^])"), r" \1^\2"),
+    (re.compile(r"^([A-Z]{3}|Rs)\.?\s*([+-]?\d[\d.,]*)$"), r"\2 \1"),
+]
+
+
+def spelled(text: str) -> str:
+    r"""Return `text` with one spelling of its signs, Unicode or typed: `x^{-2}` for `x⁻²`, `5 CHF` for `CHF 5`."""
+    if not text.isascii():
+        for pattern, replacement in _UNICODE:
+            text = pattern.sub(replacement, text)
+        text = text.translate(_SIGNS)
+    for pattern, replacement in _TYPED:
+        text = pattern.sub(replacement, text)
+    return text

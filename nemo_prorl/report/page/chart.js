@@ -125,7 +125,7 @@ class Chart {
     const { tables, series, bands } = this.spec.area ? this.areas(shown) : this.lines(shown);
     this.picture.setAttribute("aria-label", this.words(shown));
     this.plot = new uPlot({
-      width: Math.max(260, Math.round(this.room || this.node.clientWidth - 24)), height: HEIGHT, padding: [MARKS_HEIGHT, 12, 0, 0],
+      width: Math.max(260, Math.round(this.room || this.node.clientWidth - 24)), height: HEIGHT, padding: [MARKS_HEIGHT, 20, 0, 0],
       scales: this.scales(shown), axes: this.axes(), series, bands,
       legend: { show: false }, cursor: { y: false, drag: { x: false, y: false }, points: { size: 6 } },
       hooks: { draw: [(plot) => this.drawMarks(plot)], setCursor: [(plot) => this.moved(plot)], ready: [() => cursor !== null && this.point(cursor)] },

@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from nemo_prorl import cli, settings
-from nemo_prorl.data.prepare.answers import has_decimal_comma, has_letter_for_unit, has_remark, is_worded
+from nemo_prorl.data.prepare.answers import (
+    has_decimal_comma,
+    has_fraction_before_letter,
+    has_letter_for_unit,
+    has_remark,
+    is_worded,
+)
 from tests.data.preparing import records
 
 pytestmark = pytest.mark.starts
@@ -113,7 +119,7 @@ def test_an_answer_in_ordinary_words_is_found(answer: str) -> None:
             "AB and CD",
         ),
         *("even", "Yes.", "True", "infinity", "meters", "pi", "theta", "sin x"),
-        *("xy", "abc", "VW", "km", "αβ", "iii", "NaCl"),
+        *("xy", "abc", "VW", "km", "αβ", "iii", "NaCl", "¾ cup"),
     ],
 )
 def test_an_answer_of_another_form_is_not_taken_for_words(answer: str) -> None:
@@ -128,7 +134,7 @@ def test_a_letter_that_may_be_a_unit_is_named(tmp_path: Path, caplog: pytest.Log
     assert "--field unit=COLUMN" in caplog.text
 
 
-@pytest.mark.parametrize("answer", ["3 m", "3m", "$3.5 s$", "1,200 m^2", "-3\\,K", "10 m²", ["3 m", "3 s"]])
+@pytest.mark.parametrize("answer", ["3 m", "3m", "$3.5 s$", "1,200 m^2", "-3\\,K", "10 m²", "27 m2", ["3 m", "3 s"]])
 def test_a_number_with_the_letter_of_a_unit_is_found(answer: str | list[str]) -> None:
     assert has_letter_for_unit({"answer": answer})
     assert not has_letter_for_unit({"answer": answer, "unit": "m"})
@@ -185,3 +191,11 @@ def test_another_encoding_is_named_with_its_fix(tmp_path: Path, caplog: pytest.L
     assert cli.main(command) == 4
     assert "mine.csv: not UTF-8" in caplog.text
     assert "Fix: save or convert the file as UTF-8" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [("y=-2/5x+1", True), ("5/9(F-32)", True), ("(1/2)x", False), ("1/2 x", False), ("3/4", False), ("1/x", False)],
+)
+def test_a_fraction_right_before_a_letter_is_found(answer: str, found: bool) -> None:
+    assert has_fraction_before_letter({"answer": answer}) == found

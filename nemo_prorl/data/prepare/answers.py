@@ -25,7 +25,8 @@ _WORD = re.compile(r"[^\W\d_]{2,}")
 _SYMBOLS = re.compile(
     r"[A-Za-z]{2}|[A-Z]{3,4}|(?:(?![AEIOUYaeiouy])[A-Za-z])+|[\u0370-\u03ff]+|[ivxlc]+|[A-Z][a-z]+[A-Z][A-Za-z]*"
 )
-_NUMBER_AND_LETTER = re.compile(r"[+-]?[\d.,]*\d(?:\s|~|\\[,;: ])*[msghlLJNWVKCFA](?:[²³]|\^\{?[23]\}?)?")
+_NUMBER_AND_LETTER = re.compile(r"[+-]?[\d.,]*\d(?:\s|~|\\[,;: ])*[msghlLJNWVKCFA](?:[²³23]|\^\{?[23]\}?)?")
+_BEFORE_LETTER = re.compile(r".*(?<![\w/^_}])\d+/\d+[A-Za-zπ(].*")
 _COMMA = re.compile(
     r"[^\w.,;()\[\]\\]*\d+(?:\.\d{3})*,\d+[^\d,;()\[\]]*|.*\d,\d.*;.*|.*;.*\d,\d.*|\d{1,3}(?:\.\d{3}){2,}"
 )
@@ -90,6 +91,8 @@ def is_worded(truth: dict[str, Any]) -> bool:
 
 
 def _is_prose(text: str) -> bool:
+    if any(map(str.isnumeric, text)):  # `¾ cup`
+        return False
     return _PROSE.fullmatch(text) is not None and any(map(_is_ordinary, _WORD.findall(text)))
 
 
@@ -115,6 +118,11 @@ def has_remark(truth: dict[str, Any]) -> bool:
     return _has_form(truth, _REMARK)
 
 
+def has_fraction_before_letter(truth: dict[str, Any]) -> bool:
+    """Return whether an answer has a fraction right before a letter, as `1/2x`: the plugin reads 1/(2x)."""
+    return _has_form(truth, _BEFORE_LETTER)
+
+
 # Answers that the plugin may read otherwise than they are meant, and what `prorl data prepare` says of them.
 DOUBTS: dict[Callable[[dict[str, Any]], bool], str] = {
     is_worded: "are ordinary words, such as {}: a response must have the same words; a number is wrong.  Not counted:"
@@ -125,6 +133,8 @@ DOUBTS: dict[Callable[[dict[str, Any]], bool], str] = {
     " of their own (--field unit=COLUMN)",
     has_decimal_comma: "may have a decimal comma or points between thousands, such as {}: a comma makes a list in any"
     " order, and a point is decimal.  Fix, if so: write 3.5 and 1234567",
+    has_fraction_before_letter: "have a fraction right before a letter or bracket, such as {}: 1/2x counts as 1/(2x)."
+    "  Fix, if it is not: write (1/2)x or \\frac{{1}}{{2}}x",
     has_remark: "carry a remark, such as {}: a response without it is wrong.  Fix: leave only the answer",
 }
 

@@ -13,6 +13,8 @@ Same = Callable[[str, str], bool]  # (truth, answer) -> whether they are equal
 _MANY_VALUED = re.compile(r"[<>]|\\(?:le|ge|cup|pm|mathbb)")  # one text with many values
 _CONNECTIVE = re.compile(rf"{STYLE}\{{\s*,?\s*(?:and|or|,)\s*\}}|\b(?:and|or)\b|\\(?:lor|vee|quad)(?![A-Za-z])")
 
+_AND_AFTER = re.compile(rf"({STYLE}\{{[^{{}}]*[A-Za-z]),?\s+(?:and|or)\s*\}}")  # `12 \text{ boys and }`
+
 
 def listed(text: str) -> tuple[str, list[str]]:
     r"""Return the kind of an answer and its elements.
@@ -24,7 +26,7 @@ def listed(text: str) -> tuple[str, list[str]]:
     if number(canonical(split_unit(text)[0])) is not None:
         return "", [text]
     is_set = text.startswith("\\{") and wrapped(text)
-    plain = _CONNECTIVE.sub(" , ", text[2:-2] if is_set else text)
+    plain = _CONNECTIVE.sub(" , ", _AND_AFTER.sub(r"\1} , ", text[2:-2] if is_set else text))
     rows = split_top(plain, ";")
     if len(rows) > 1 and all(len(split_top(row)) > 1 for row in rows):  # `p=5, q=2; p=7, q=2` gives two pairs
         return LIST, [f"({row.strip()})" for row in rows]

@@ -12,13 +12,15 @@ from typing import Any
 
 from prorl_reward_math.doubts import MAX_PARSED_CHARS, is_huge, skips_math_verify
 from prorl_reward_math.forms import Same, choice_verdict, listed, matched, same_elements
-from prorl_reward_math.latex import CURRENCIES, canonical, clean, number
+from prorl_reward_math.latex import CURRENCIES, canonical, clean, number, split_top
 from prorl_reward_math.units import power_of_ten, same_unit, split_unit
 
 _NAMED = re.compile(
     r"([A-Za-z]\w?(?:_\{?\w+\}?)?|\\[a-z]+|[A-Za-z]\([A-Za-z]\)|\([A-Za-z](?:,\s*[A-Za-z])+\))\s*(?:=|\\in(?![A-Za-z]))(.+)"
 )
 
+_TUPLE = re.compile(r"\(\s*([A-Za-z](?:\s*,\s*[A-Za-z])+)\s*\)\s*=\s*\((.*)\)")
+_VARIABLE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]")
 _INDEX = re.compile(r"_\{?\w+\}?$")
 
 
@@ -36,13 +38,15 @@ def same_answer(truth: str, answer: str, tolerance: float | None = None, unit: s
         return chosen
     if len(answer) > MAX_PARSED_CHARS:
         return canonical(truth) == canonical(answer)
+    if "=" in truth and "=" in answer:
+        truth, answer = _named_apart(truth), _named_apart(answer)
     truth, answer = _without_name(truth, answer)
 
     def same(one: str, other: str) -> bool:
         return same_answer(one, other, tolerance, unit)
 
     verdict = same_elements(truth, answer, same)
-    return _same_value(truth, answer, tolerance, unit) if verdict is None else verdict
+    return _same_value(_last_side(truth, answer), answer, tolerance, unit) if verdict is None else verdict
 
 
 def _without_name(truth: str, answer: str) -> tuple[str, str]:
@@ -50,9 +54,26 @@ def _without_name(truth: str, answer: str) -> tuple[str, str]:
     left, right = _NAMED.fullmatch(truth), _NAMED.fullmatch(answer)
     if left and "=" not in answer:
         return left[2].strip(), answer
-    if right and ("=" not in truth or (left and left[1] == _INDEX.sub("", right[1]) != right[1])):
-        return left[2].strip() if left else truth, right[2].strip()
+    if right and "=" not in truth:
+        return truth, right[2].strip()
+    if left and right and left[1] != right[1] and _INDEX.sub("", left[1]) == _INDEX.sub("", right[1]):
+        one_has_index = _INDEX.search(left[1]) is None or _INDEX.search(right[1]) is None
+        return (left[2].strip(), right[2].strip()) if one_has_index else (truth, answer)
     return truth, answer
+
+
+def _last_side(truth: str, answer: str) -> str:
+    """Return 7 for the truth `3 + 4 = 7` and an answer without `=`; equations with variables stay."""
+    return truth.rpartition("=")[2].strip() if "=" not in answer and not _VARIABLE.search(truth) else truth
+
+
+def _named_apart(text: str) -> str:
+    """Return `x=3, y=2` for `(x, y) = (3, 2)`."""
+    found = _TUPLE.fullmatch(text)
+    names, values = (split_top(part) for part in found.groups()) if found else ([], [])
+    if len(names) < 2 or len(names) != len(values):
+        return text
+    return ", ".join(f"{name.strip()}={value.strip()}" for name, value in zip(names, values, strict=True))
 
 
 def _same_value(truth: str, answer: str, tolerance: float | None, unit: str) -> bool:

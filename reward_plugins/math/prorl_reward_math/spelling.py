@@ -9,7 +9,7 @@ from collections.abc import Callable
 _SIGNS = str.maketrans(
     {
         **{"≤": "\\le ", "≥": "\\ge ", "≠": "\\neq ", "×": "\\times ", "·": "\\cdot ", "⋅": "\\cdot ", "−": "-"},
-        **{"π": "\\pi ", "∞": "\\infty ", "±": "\\pm ", "∪": "\\cup ", "∩": "\\cap ", "∈": "\\in "},
+        **{"π": "\\pi ", "∞": "\\infty ", "±": "\\pm ", "∪": "\\cup ", "∩": "\\cap ", "∈": "\\in ", "º": "°"},
         **{"µ": "\\mu ", "μ": "\\mu ", "Ω": "\\Omega ", "\N{OHM SIGN}": "\\Omega "},
     }
 )
@@ -29,15 +29,21 @@ def _root(found: re.Match[str]) -> str:
     return rf"\sqrt{{{found[1] or found[2] or found[3]}}}"
 
 
+_FUNCTIONS = "sinh?|cosh?|tanh?|cot|sec|csc|arc(?:sin|cos|tan)|ln|log|exp"
 _Replacement = str | Callable[[re.Match[str]], str]
 _UNICODE: list[tuple[re.Pattern[str], _Replacement]] = [
     (re.compile("[⁰¹²³⁴-⁹⁻]+"), _power),
+    (re.compile("[₀-₉]+"), lambda found: f"_{{{unicodedata.normalize('NFKC', found[0])}}}"),
     (re.compile("[¼-¾⅐-⅞]"), _fraction),
     (re.compile(r"√\s*(?:(\d+(?:\.\d+)?|[A-Za-z])|\(([^()]*)\)|\{([^{}]*)\})"), _root),
     (re.compile(r"(?:^|(?<=[(\[=,]))\s*–(?=\s*\d)"), "-"),  # elsewhere it may mean a range
     (re.compile(r"°\s*([CF])(?![A-Za-z])"), r"^\\circ\\text{\1}"),
 ]
 _TYPED: list[tuple[re.Pattern[str], _Replacement]] = [
+    (re.compile(r"^\s*(?:=|≈|\\(?:approx|simeq)(?![A-Za-z]))\s*"), ""),
+    (re.compile(rf"(?<![A-Za-z\\{{])({_FUNCTIONS})(?![A-Za-z])"), r"\\\1 "),
+    (re.compile(r"(?<![\w.,/^_}\\])(\d+)/(\d+) +(?=[A-Za-z\\(])"), r"\\frac{\1}{\2} "),
+    (re.compile(r"(?<![A-Za-z\\])([a-z])(\d)(?=\s*=)"), r"\1_\2"),
     (re.compile(r"\\([lg]e)q(?:slant)?(?![A-Za-z])"), r"\\\1 "),
     (re.compile(r"(?<![A-Za-z\\])sqrt\s*(?:(\d+)|\(([^()]*)\)|\{([^{}]*)\})"), _root),
     (re.compile(r"(?<![A-Za-z\\])pi(?![A-Za-z])"), r"\\pi "),

@@ -19,6 +19,7 @@ _STRICT = (
 )
 _LOOSE = r"(?<![A-Za-z\\])[A-Za-z]+"
 _QUOTIENT = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
+_DIVISOR = re.compile(r"/\s*[A-Za-z]{1,2}(?![A-Za-z])")
 _BELOW = re.compile(r"(?<=[A-Za-z}])\s*/\s*\(([^()]*)\)")  # `J/(mol K)`
 
 
@@ -81,6 +82,8 @@ def split_unit(text: str, loose: bool = False) -> tuple[str, str]:
     text = _BELOW.sub(r"/\1", text) if loose else text
     if found := _ENDINGS[loose].search(text, max(1, len(text) - MAX_UNIT_CHARS)):
         value, unit = text[: found.start()].rstrip(), found.group().strip()
+        if not loose and _DIVISOR.match(unit):  # `6/x` is a formula
+            return text, ""
         complete = value[-1:] not in "+-*/^_(=,{\\" and value.count("{") == value.count("}")
         if complete and any(map(str.isdigit, value)) and read_unit(unit):
             return value, unit

@@ -158,7 +158,7 @@ def test_a_decimal_comma_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         *[(answer, True) for answer in ("0,25", "$-3,5$", "3,5000", "18,00 €", "€18,50", "12,5 km", "37,5 %")],
         *[(answer, True) for answer in ("1.234,56 €", "(0; 1,5)", "1.250.000", "37,5\\%")],
         *[(answer, False) for answer in ("3,500", "1, 2", "$1,500", "1,250,000", "3,500 m", "(1,2)", "[0,1)", "1.500")],
-        *[(answer, False) for answer in ("\\{1,2\\}", "1,2,3", "x=1,y=2", "\\$1,250.50")],
+        *[(answer, False) for answer in ("\\{1,2\\}", "1,2,3", "x=1,y=2", "\\$1,250.50", "(1,2);(3,4)", ";" * 20_000)],
     ],
 )
 def test_a_comma_between_thousands_or_before_a_space_is_no_decimal_comma(answer: str, found: bool) -> None:
@@ -174,13 +174,16 @@ def test_five_answers_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.parametrize(
-    "answer", ["ca. 60", "~5", "56?", "12 (rounded)", "2.5 (or 5/2)", "Answer: 5", "about $5", "The answer is 5"]
+    "answer",
+    ["ca. 60", "~5", "56?", "12 (rounded)", "12 (twelve)", "2.5 (or 5/2)", "Answer: 5", "about $5", "The answer is 5"],
 )
 def test_a_remark_beside_an_answer_is_found(answer: str) -> None:
     assert has_remark({"answer": answer})
 
 
-@pytest.mark.parametrize("answer", ["5", "f(x)", "2(a+b)", "(C)", "5 (x+1)", "\\text{about}", "A", "12!"])
+@pytest.mark.parametrize(
+    "answer", ["5", "f(x)", "2(a+b)", "2(ab)", "5 (x y)", "2(pi)", "(C)", "5 (x+1)", "\\text{about}", "A", "12!"]
+)
 def test_a_formula_is_not_taken_for_a_remark(answer: str) -> None:
     assert not has_remark({"answer": answer})
 

@@ -28,12 +28,14 @@ _SYMBOLS = re.compile(
 _NUMBER_AND_LETTER = re.compile(r"[+-]?[\d.,]*\d(?:\s|~|\\[,;: ])*[msghlLJNWVKCFA](?:[²³23]|\^\{?[23]\}?)?")
 _BEFORE_LETTER = re.compile(r".*(?<![\w/^_}])\d+/\d+[A-Za-zπ(].*")
 _COMMA = re.compile(
-    r"[^\w.,;()\[\]\\]*\d+(?:\.\d{3})*,\d+[^\d,;()\[\]]*|.*\d,\d.*;.*|.*;.*\d,\d.*|\d{1,3}(?:\.\d{3}){2,}"
+    r"[^\w.,;()\[\]\\]*\d+(?:\.\d{3})*,\d+[^\d,;()\[\]]*"
+    r"|[\[(]?[^()\[\]]*(?:\d,\d[^()\[\]]*;|;[^()\[\]]*\d,\d)[^()\[\]]*[\])]?|\d{1,3}(?:\.\d{3}){2,}"
 )
 _THOUSANDS = re.compile(r"\D*[1-9]\d{0,2}(?:,\d{3})+(?:\.\d*)?\D*")
+_MOST = 200  # characters of an answer that is looked at; the forms are short
 _REMARK = re.compile(
     r"(?:ca\.?|circa|approx\.?|approximately|about|around|roughly|~|≈)\s*\$?\d.*|.*\d\s*\?"
-    r"|.*\d\s*\((?:or\b.*|[a-z][a-z .]+)\)|(?:the )?ans(?:wer)?(?: is|\s*[:=]).*",
+    r"|.*\d\s+\((?:or\b.*|[a-z]{3}[a-z .]*)\)|(?:the )?ans(?:wer)?(?: is|\s*[:=]).*",
     re.IGNORECASE,
 )
 _KNOWN = (
@@ -142,7 +144,8 @@ DOUBTS: dict[Callable[[dict[str, Any]], bool], str] = {
 def _has_form(truth: dict[str, Any], form: re.Pattern[str]) -> bool:
     answer = truth.get("answer")
     accepted = answer if isinstance(answer, list) else [answer]
-    return all(isinstance(text, str) and form.fullmatch(text.strip(" $.")) for text in accepted)
+    texts = [text.strip(" $.") for text in accepted if isinstance(text, str)]
+    return bool(texts) and all(len(text) <= _MOST and form.fullmatch(text) for text in texts)
 
 
 def _final(row: Row, task: str, truth: dict[str, Any], answer: str, question: str) -> Draft | Drop:

@@ -93,7 +93,7 @@ def choice(text: str) -> tuple[str, str] | None:
 def choice_verdict(truth: str, answer: str) -> bool | None:
     r"""Return whether the answer names the truth's letter (`\text{(C)}`, `C`); None unless both name a letter."""
     expected = unstyled(truth)
-    marked = re.fullmatch(r"[(\[]?([A-Za-z])[)\]]", expected)
+    marked = re.fullmatch(r"[(\[][A-Za-z][)\]]|[A-Z][)\]]", expected)
     found, letter = choice(answer), expected.strip("()[]")
     if found is None or not (marked or re.fullmatch("[A-Z]", expected)):
         return None

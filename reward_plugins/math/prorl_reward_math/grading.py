@@ -20,7 +20,7 @@ _NAMED = re.compile(
 )
 
 _TUPLE = re.compile(r"\(\s*([A-Za-z](?:\s*,\s*[A-Za-z])+)\s*\)\s*=\s*\((.*)\)")
-_VARIABLE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]")
+_SUM = re.compile(r"(?:[\d\s+*/^().{}=-]|\\(?:[dt]?frac|sqrt|cdot|times)(?![A-Za-z]))+")
 _INDEX = re.compile(r"_\{?\w+\}?$")
 
 
@@ -64,7 +64,7 @@ def _without_name(truth: str, answer: str) -> tuple[str, str]:
 
 def _last_side(truth: str, answer: str) -> str:
     """Return 7 for the truth `3 + 4 = 7` and an answer without `=`; equations with variables stay."""
-    return truth.rpartition("=")[2].strip() if "=" not in answer and not _VARIABLE.search(truth) else truth
+    return truth.rpartition("=")[2].strip() if "=" not in answer and _SUM.fullmatch(truth) else truth
 
 
 def _named_apart(text: str) -> str:

@@ -79,6 +79,7 @@ _SYMBOL = re.compile(STYLE + r"\{\s*([€£¥₹₩])\s*\}")
 _MONEY = re.compile(r"([+-]?)\s*([€£¥₹₩]|\\\$)([^$€£¥₹₩]+)|([^$€£¥₹₩]+)([€£¥₹₩]|\\\$)")
 _BARE_DOLLAR = re.compile(r"\A(?=[+-]?\$\d[^$A-Za-z]*\Z)([+-]?)\$")  # `$5`; the signs of `$5$` are layout
 _LETTER = re.compile(r"(?<![\\A-Za-z])[A-Za-z]")  # outside a command
+_RUNS = re.compile(r"\s{2,}")
 _EDGES = re.compile(r"^(?:\\[,;: ]|\s)+|(?:(?<!\\)\\(?:[,;: ]|$)|\s)+$")
 _SPACES = re.compile(r"(?<!\\)\\[,;:! ]|\\q?quad(?![A-Za-z])|~|\s")
 
@@ -99,7 +100,7 @@ def clean(answer: str) -> str:
     Also rewrites notation that math-verify cannot read: `np.arcsin` as `\arcsin`, `7./4` as `7/4`, `\{x|x>2\}` as
     `x>2`, `2i` as `2 i`, `$5` as `5 dollars`, the mixed number `2 2/5` as `2\frac{2}{5}`, and signs (see `spelled`).
     """
-    text = _BARE_DOLLAR.sub(r"\1\\$", answer.strip())
+    text = _BARE_DOLLAR.sub(r"\1\\$", _RUNS.sub(" ", answer).strip())
     text = _LAYOUT.sub(" ", re.sub(r"\\!\s*", "", text)).replace("np.", "\\").replace("./", "/")
     text = _EDGES.sub("", text).rstrip(".,;: \n")
     while text.startswith("{") and len(text) <= MAX_WRAPPED_CHARS and wrapped(text):

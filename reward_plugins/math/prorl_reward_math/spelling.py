@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 _SIGNS = str.maketrans(
     {
+        "π": "\\pi",
         **{"≤": "\\le ", "≥": "\\ge ", "≠": "\\neq ", "×": "\\times ", "·": "\\cdot ", "⋅": "\\cdot ", "−": "-"},
-        **{"π": "\\pi ", "∞": "\\infty ", "±": "\\pm ", "∪": "\\cup ", "∩": "\\cap ", "∈": "\\in ", "º": "°"},
+        **{"∞": "\\infty ", "±": "\\pm ", "∪": "\\cup ", "∩": "\\cap ", "∈": "\\in ", "º": "°"},
         **{"µ": "\\mu ", "μ": "\\mu ", "Ω": "\\Omega ", "\N{OHM SIGN}": "\\Omega "},
     }
 )
@@ -29,34 +30,38 @@ def _root(found: re.Match[str]) -> str:
     return rf"\sqrt{{{found[1] or found[2] or found[3]}}}"
 
 
-_FUNCTIONS = "sinh?|cosh?|tanh?|cot|sec|csc|arc(?:sin|cos|tan)|ln|log|exp"
+_FUNCTIONS = "sinh?|cosh?|tanh?|arc(?:sin|cos|tan)|ln|log|exp"
+_ARGUMENT = r"\s*(?:[_^(\\\d|]|[a-z](?![A-Za-z]))"
+_CURRENCY = "USD|EUR|GBP|CHF|JPY|INR|CNY|KRW|AUD|CAD|NZD|SEK|NOK|DKK|PLN|CZK|BRL|MXN|SGD|HKD|ZAR|Rs"
 _Replacement = str | Callable[[re.Match[str]], str]
 _UNICODE: list[tuple[re.Pattern[str], _Replacement]] = [
     (re.compile("[⁰¹²³⁴-⁹⁻]+"), _power),
     (re.compile("[₀-₉]+"), lambda found: f"_{{{unicodedata.normalize('NFKC', found[0])}}}"),
     (re.compile("[¼-¾⅐-⅞]"), _fraction),
+    (re.compile("π(?=[A-Za-z])"), r"\\pi\\cdot "),  # after a space the letters of `2πrh` would be a unit
     (re.compile(r"√\s*(?:(\d+(?:\.\d+)?|[A-Za-z])|\(([^()]*)\)|\{([^{}]*)\})"), _root),
     (re.compile(r"(?:^|(?<=[(\[=,]))\s*–(?=\s*\d)"), "-"),  # elsewhere it may mean a range
     (re.compile(r"°\s*([CF])(?![A-Za-z])"), r"^\\circ\\text{\1}"),
 ]
 _TYPED: list[tuple[re.Pattern[str], _Replacement]] = [
     (re.compile(r"^\s*(?:=|≈|\\(?:approx|simeq)(?![A-Za-z]))\s*"), ""),
-    (re.compile(rf"(?<![A-Za-z\\{{])({_FUNCTIONS})(?![A-Za-z])"), r"\\\1 "),
+    (re.compile(rf"(?<![A-Za-z\\{{])({_FUNCTIONS})(?={_ARGUMENT})"), r"\\\1"),
     (re.compile(r"(?<![\w.,/^_}\\])(\d+)/(\d+) +(?=[A-Za-z\\(])"), r"\\frac{\1}{\2} "),
     (re.compile(r"(?<![A-Za-z\\])([a-z])(\d)(?=\s*=)"), r"\1_\2"),
-    (re.compile(r"\\([lg]e)q(?:slant)?(?![A-Za-z])"), r"\\\1 "),
+    (re.compile(r"\\([lg]e)q(?:slant)?(?![A-Za-z])"), r"\\\1"),
     (re.compile(r"(?<![A-Za-z\\])sqrt\s*(?:(\d+)|\(([^()]*)\)|\{([^{}]*)\})"), _root),
-    (re.compile(r"(?<![A-Za-z\\])pi(?![A-Za-z])"), r"\\pi "),
+    (re.compile(r"(?<![A-Za-z\\])pi(?![A-Za-z])"), r"\\pi"),
     (re.compile(r"\^-(\d+|[A-Za-z](?![A-Za-z]))"), r"^{-\1}"),
-    (re.compile(r"(?<=\d)\s*x\s*(?=10\s*\^)"), r"\\times "),
-    (re.compile(r"\\degrees?(?![A-Za-z])"), r"^\\circ "),
-    (re.compile(r"\^?\{?\\circ\s*\}?\s*([CF])(?![A-Za-z])"), r"^\\circ\\text{\1}"),
+    (re.compile(r"(?:(?<=\d)\s+x\s+|(?<=\.\d)x|(?<=\.\d\d)x)(?=10\s*\^)"), r"\\times "),
+    (re.compile(r"\^\{\\degrees?\}|\^?\\degrees?(?![A-Za-z])"), r"^\\circ"),
+    (re.compile(r"\^\{\\circ\s*([CF])\}"), r"^\\circ\\text{\1}"),
+    (re.compile(r"\^(?:\{\\circ\}|\\circ)\s*([CF])(?![A-Za-z])"), r"^\\circ\\text{\1}"),
     (re.compile(r"\\(?:pounds|textsterling)(?![A-Za-z])"), "£"),
     (re.compile(r"\\(?:yen|textyen)(?![A-Za-z])"), "¥"),
     (re.compile(r"\\(?:euro|texteuro)(?:\{\}|(?![A-Za-z]))"), "€"),
     (re.compile(r"\\textdollar(?![A-Za-z])"), r"\\$"),
     (re.compile(r"(?<=\d)\s*([ckmd]?m)([23])(?![\w^])"), r" \1^\2"),
-    (re.compile(r"^([A-Z]{3}|Rs)\.?\s*([+-]?\d[\d.,]*)$"), r"\2 \1"),
+    (re.compile(rf"^({_CURRENCY})\.?\s*([+-]?\d[\d.,]*)$"), r"\2 \1"),
 ]
 
 

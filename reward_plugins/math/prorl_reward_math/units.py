@@ -12,14 +12,15 @@ MAX_UNIT_CHARS = 80
 
 _GAP = r"(?:\s|~|\$|/|\\[,;: ]|\\cdot(?![A-Za-z])|\{\s*\})*"
 _POWER = r"(?:\s*\^\s*\{?\s*-?\d(?:\s*\})?)?"
-_SYMBOLS = "[cmkn]m|[km]g|m[lL]|min|sec|hrs?|Hz|kW|kWh|k?Pa|eV|mol|lbs?|ft|mph"  # common enough without a space
+_SYMBOLS = "[cmk]m|kg|min|Hz|kWh?|kPa|mph"  # read without a space; `2mg` may be a product
 _STRICT = (
     r"(?<=[\s~$/,;:])(?:[A-Za-z]{2,}|[A-Za-z](?=\s*/))|(?<=/)[A-Za-z]"
     rf"|(?<=[\d}}])(?:{_SYMBOLS})(?![A-Za-z])|(?<=\\;)m"
 )
 _LOOSE = r"(?<![A-Za-z\\])[A-Za-z]+"
 _QUOTIENT = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
-_DIVISOR = re.compile(r"/\s*[A-Za-z]{1,2}(?![A-Za-z])")
+_FACTOR = re.compile(r"/\s*(?!(?:hr|[ckm]m|kg)(?![A-Za-z]))[A-Za-z]{1,2}(?![A-Za-z])|\\cdot\s*[A-Za-z]")
+_OPEN = re.compile(r"(?:[-+*/^_(=,{\\]|\\(?:le|ge|neq|in|cup|cap|times|pm)\s*)$")  # cannot end a value
 _BELOW = re.compile(r"(?<=[A-Za-z}])\s*/\s*\(([^()]*)\)")  # `J/(mol K)`
 
 
@@ -82,9 +83,9 @@ def split_unit(text: str, loose: bool = False) -> tuple[str, str]:
     text = _BELOW.sub(r"/\1", text) if loose else text
     if found := _ENDINGS[loose].search(text, max(1, len(text) - MAX_UNIT_CHARS)):
         value, unit = text[: found.start()].rstrip(), found.group().strip()
-        if not loose and _DIVISOR.match(unit):  # `6/x` is a formula
+        if not loose and _FACTOR.match(unit):  # `6/x` and `3 \cdot ab` are formulas
             return text, ""
-        complete = value[-1:] not in "+-*/^_(=,{\\" and value.count("{") == value.count("}")
+        complete = not _OPEN.search(value) and value.count("{") == value.count("}")
         if complete and any(map(str.isdigit, value)) and read_unit(unit):
             return value, unit
     return text, ""

@@ -38,9 +38,9 @@ def check_network(cfg: DictConfig, environment: Mapping[str, str]) -> Iterator[C
 
 
 def wandb_fault(cfg: DictConfig, environment: Mapping[str, str]) -> str | None:
-    """Return why Weights & Biases would refuse the run's log; None if it has a key, is off, or has settings of its own.
+    """Return why Weights & Biases would refuse the run; None if it would accept it.
 
-    Without this check the trainer would fail at its start, on allocated nodes.
+    A key, an offline mode or a settings file suffices.  Without this check the trainer would fail on allocated nodes.
     """
     environment = {**environment, **dict(cfg.launch.env)}
     home = Path(environment.get("HOME") or Path.home())

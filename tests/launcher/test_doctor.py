@@ -495,33 +495,3 @@ def test_the_doctor_is_a_what_if_beside_a_run(
     monkeypatch.setattr(doctor, "checks", lambda *_: iter([Check("gpus", "fail", "none", "get one")]))
     assert cli.main(["doctor", f"run_dir={tmp_path}", "trainer.grpo.kl_coef=0.5"]) == 3
     assert f"what if: {tmp_path} holds a run with another configuration: trainer.grpo.kl_coef=0.5" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("variables", "netrc_of", "ok"),
-    [
-        ({}, None, False),
-        ({}, "example.org", False),
-        ({}, "api.wandb.ai", True),
-        ({"WANDB_BASE_URL": "https://wandb.example.org/"}, "api.wandb.ai", False),
-        ({"WANDB_BASE_URL": "https://wandb.example.org/"}, "wandb.example.org", True),
-        ({"WANDB_API_KEY": "x"}, None, True),
-        ({"WANDB_MODE": "offline"}, None, True),
-        ({"WANDB_MODE": "online"}, None, False),
-    ],
-)
-def test_wandb_without_a_key_is_refused_before_the_start(
-    variables: dict[str, str], netrc_of: str | None, ok: bool, tmp_path: Path
-) -> None:
-    if netrc_of:
-        (tmp_path / ".netrc").write_text(f"machine {netrc_of} login user password key\n")
-    wanted = laptop(exp_manager__create_wandb_logger=True)
-    environment = {"HOME": str(tmp_path), **variables}
-    fault = network.wandb_fault(wanted, environment)
-    assert (fault is None) == ok
-    assert fault is None or "WANDB_API_KEY" in fault
-    assert network.wandb_fault(LAPTOP, environment) is None
-    if not ok:
-        offline = laptop(exp_manager__create_wandb_logger=True, exp_manager__wandb_logger_kwargs__offline=True)
-        assert network.wandb_fault(offline, environment) is None
-        assert "wandb" in [check.name for check in network.check_network(wanted, environment)]

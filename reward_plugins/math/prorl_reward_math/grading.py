@@ -21,7 +21,11 @@ _NAMED = re.compile(
 
 _TUPLE = re.compile(r"\(\s*([A-Za-z](?:\s*,\s*[A-Za-z])+)\s*\)\s*=\s*\((.*)\)")
 _SUM = re.compile(r"(?:[\d\s+*/^().{}=-]|\\(?:[dt]?frac|sqrt|cdot|times)(?![A-Za-z]))+")
-_INDEX = re.compile(r"_\{?\w+\}?$")
+
+
+def _bare(name: str) -> str:
+    """Return `x` for the name `x_1` or `x_{max}`."""
+    return re.sub(r"_\{?\w+\}?$", "", name)
 
 
 def same_answer(truth: str, answer: str, tolerance: float | None = None, unit: str = "") -> bool:
@@ -56,9 +60,8 @@ def _without_name(truth: str, answer: str) -> tuple[str, str]:
         return left[2].strip(), answer
     if right and "=" not in truth:
         return truth, right[2].strip()
-    if left and right and left[1] != right[1] and _INDEX.sub("", left[1]) == _INDEX.sub("", right[1]):
-        one_has_index = _INDEX.search(left[1]) is None or _INDEX.search(right[1]) is None
-        return (left[2].strip(), right[2].strip()) if one_has_index else (truth, answer)
+    if left and right and left[1] != right[1] and (_bare(left[1]) == right[1] or _bare(right[1]) == left[1]):
+        return left[2].strip(), right[2].strip()
     return truth, answer
 
 

@@ -6,11 +6,19 @@ import re
 import unicodedata
 from collections.abc import Callable
 
+# Signs that math-verify does not read; it reads π, × and ∪.
 _SIGNS = str.maketrans(
     {
-        "π": "\\pi",
-        **{"≤": "\\le ", "≥": "\\ge ", "≠": "\\neq ", "×": "\\times ", "·": "\\cdot ", "⋅": "\\cdot ", "−": "-"},
-        **{"∞": "\\infty ", "±": "\\pm ", "∪": "\\cup ", "∩": "\\cap ", "∈": "\\in ", "º": "°"},
+        **{
+            "≤": "\\le ",
+            "≥": "\\ge ",
+            "≠": "\\neq ",
+            "·": "\\cdot ",
+            "∞": "\\infty ",
+            "±": "\\pm ",
+            "∈": "\\in ",
+            "º": "°",
+        },
         **{"µ": "\\mu ", "μ": "\\mu ", "Ω": "\\Omega ", "\N{OHM SIGN}": "\\Omega "},
     }
 )
@@ -38,7 +46,6 @@ _UNICODE: list[tuple[re.Pattern[str], _Replacement]] = [
     (re.compile("[⁰¹²³⁴-⁹⁻]+"), _power),
     (re.compile("[₀-₉]+"), lambda found: f"_{{{unicodedata.normalize('NFKC', found[0])}}}"),
     (re.compile("[¼-¾⅐-⅞]"), _fraction),
-    (re.compile("π(?=[A-Za-z])"), r"\\pi\\cdot "),  # after a space the letters of `2πrh` would be a unit
     (re.compile(r"√\s*(?:(\d+(?:\.\d+)?|[A-Za-z])|\(([^()]*)\)|\{([^{}]*)\})"), _root),
     (re.compile(r"(?:^|(?<=[(\[=,]))\s*–(?=\s*\d)"), "-"),  # elsewhere it may mean a range
     (re.compile(r"°\s*([CF])(?![A-Za-z])"), r"^\\circ\\text{\1}"),
@@ -55,11 +62,9 @@ _TYPED: list[tuple[re.Pattern[str], _Replacement]] = [
     (re.compile(r"(?:(?<=\d)\s+x\s+|(?<=\.\d)x|(?<=\.\d\d)x)(?=10\s*\^)"), r"\\times "),
     (re.compile(r"\^\{\\degrees?\}|\^?\\degrees?(?![A-Za-z])"), r"^\\circ"),
     (re.compile(r"\^\{\\circ\s*([CF])\}"), r"^\\circ\\text{\1}"),
-    (re.compile(r"\^(?:\{\\circ\}|\\circ)\s*([CF])(?![A-Za-z])"), r"^\\circ\\text{\1}"),
-    (re.compile(r"\\(?:pounds|textsterling)(?![A-Za-z])"), "£"),
-    (re.compile(r"\\(?:yen|textyen)(?![A-Za-z])"), "¥"),
-    (re.compile(r"\\(?:euro|texteuro)(?:\{\}|(?![A-Za-z]))"), "€"),
-    (re.compile(r"\\textdollar(?![A-Za-z])"), r"\\$"),
+    (re.compile(r"\\pounds(?![A-Za-z])"), "£"),
+    (re.compile(r"\\yen(?![A-Za-z])"), "¥"),
+    (re.compile(r"\\euro(?:\{\}|(?![A-Za-z]))"), "€"),
     (re.compile(r"(?<=\d)\s*([ckmd]?m)([23])(?![\w^])"), r" \1^\2"),
     (re.compile(rf"^({_CURRENCY})\.?\s*([+-]?\d[\d.,]*)$"), r"\2 \1"),
 ]

@@ -20,7 +20,6 @@ _STRICT = (
 _LOOSE = r"(?<![A-Za-z\\])[A-Za-z]+"
 _QUOTIENT = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 _FACTOR = re.compile(r"/\s*(?!(?:hr|[ckm]m|kg)(?![A-Za-z]))[A-Za-z]{1,2}(?![A-Za-z])|\\cdot\s*[A-Za-z]")
-_OPEN = re.compile(r"(?:[-+*/^_(=,{\\]|\\(?:le|ge|neq|in|cup|cap|times|pm)\s*)$")  # cannot end a value
 _BELOW = re.compile(r"(?<=[A-Za-z}])\s*/\s*\(([^()]*)\)")  # `J/(mol K)`
 
 
@@ -85,7 +84,7 @@ def split_unit(text: str, loose: bool = False) -> tuple[str, str]:
         value, unit = text[: found.start()].rstrip(), found.group().strip()
         if not loose and _FACTOR.match(unit):  # `6/x` and `3 \cdot ab` are formulas
             return text, ""
-        complete = not _OPEN.search(value) and value.count("{") == value.count("}")
+        complete = value[-1:] not in "+-*/^_(=,{\\" and value.count("{") == value.count("}")
         if complete and any(map(str.isdigit, value)) and read_unit(unit):
             return value, unit
     return text, ""

@@ -25,6 +25,7 @@ LONG = (
         "tests/rollout/test_collector.py",
         "tests/rollout/test_float32_head.py",
         "tests/rollout/test_sleep.py",
+        "tests/rollout/test_stopped_engines.py",  # last, because it kills the engine
     ),
     ("tests/rewards/test_attacks.py",),
     ("tests/policy/test_te.py",),

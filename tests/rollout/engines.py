@@ -209,6 +209,8 @@ class EngineProcess:
             except AssertionError:
                 os.killpg(self.pid, signal.SIGKILL)
                 self.wait_gone(10)
+            else:
+                assert not self.endpoint_file.exists()  # taken back by a stop that was asked for
 
 
 def launcher_of(engine: EngineProcess) -> "subprocess.Popen[bytes]":

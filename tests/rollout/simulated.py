@@ -166,8 +166,9 @@ class Simulated:
 
 
 def summary(batch: CollectedBatch) -> dict[str, Any]:
-    """All of a batch but the clock."""
-    counts = {k: v for k, v in vars(batch).items() if k not in ("groups", "tasks", "load") and not k.endswith("_s")}
+    """All of a batch but the clock and the engines' load, which depend on the machine."""
+    apart = ("groups", "tasks", "load", "kv_cache_peak")
+    counts = {k: v for k, v in vars(batch).items() if k not in apart and not k.endswith("_s")}
     return {
         **counts,
         "tasks": {k: vars(v) for k, v in batch.tasks.items()},

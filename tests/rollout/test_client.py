@@ -109,11 +109,11 @@ async def hang_after_three(fake: Fake, body: dict[str, Any], reply: web.StreamRe
 
 
 def slow(*tokens: int) -> Fault:
-    """An engine that reports these numbers of tokens, one each 0.2 s, and then answers."""
+    """An engine that reports these numbers of tokens, one each 0.3 s, and then answers."""
 
     async def fault(fake: Fake, body: dict[str, Any], reply: web.StreamResponse) -> bool:
         for count in tokens:
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.3)
             await reply.write(json.dumps({"tokens": count}).encode() + b"\n")
         return True
 
@@ -309,10 +309,10 @@ def test_a_deadline_counts_from_the_last_token(tmp_path: Path) -> None:
     async def work(folder: Path) -> None:
         fake = await Fake(folder, 0, (slow(*range(1, 8)), slow(*[8] * 7))).start()
         pool = EnginePool(folder, "t", max_in_flight=1)
-        waiting = asyncio.create_task(pool.generate([5], [1], SAMPLING, Deadline(0.5, "a slow response")))
-        behind = asyncio.create_task(pool.generate([5], [2], SAMPLING, Deadline(0.5, "a response behind it")))
+        waiting = asyncio.create_task(pool.generate([5], [1], SAMPLING, Deadline(1.5, "a slow response")))
+        behind = asyncio.create_task(pool.generate([5], [2], SAMPLING, Deadline(1.5, "a response behind it")))
         assert [response.token_ids for response in await waiting] == [[1, 2]]
-        with pytest.raises(DeadlineExceeded, match=r"waited 0.5 s for a response behind it"):
+        with pytest.raises(DeadlineExceeded, match=r"waited 1.5 s for a response behind it"):
             await behind
         assert pool.generated_tokens == 8
         assert [seeds for _, seeds in fake.calls] == [[1], [2]]  # neither request was sent again

@@ -29,8 +29,6 @@ from tests.rollout.engines import (
     TOKEN,
     EngineProcess,
     group_members,
-    launcher_of,
-    rss_mb,
     shared_memory_of,
     write_model,
 )
@@ -101,7 +99,7 @@ def http(engine: EngineProcess, method: str, path: str, body: Any = None, token:
     return asyncio.run(call())
 
 
-@pytest.fixture(scope="module", autouse=True)  # it starts while the shared one does
+@pytest.fixture(scope="module")
 def fresh(
     vllm_python: str, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineProcess]:
@@ -456,9 +454,10 @@ def test_a_killed_core_is_an_error_within_seconds_and_the_restarted_engine_serve
     assert group_members(first) == []
 
 
-def test_no_process_is_left_when_the_server_is_killed(fresh: EngineProcess) -> None:
-    if not fresh.running:
-        fresh.start()
+@pytest.mark.slow
+def test_no_process_or_shared_memory_is_left_when_a_server_with_a_worker_process_is_killed(
+    fresh: EngineProcess,
+) -> None:
     fresh.wait_ready()
     assert len(group_members(fresh.pid)) >= 5  # server, guard, core, worker, multiprocessing's tracker
     shared = shared_memory_of(fresh.pid)
@@ -466,38 +465,6 @@ def test_no_process_is_left_when_the_server_is_killed(fresh: EngineProcess) -> N
     os.kill(fresh.pid, signal.SIGKILL)
     fresh.wait_gone(10)
     assert [name for name in shared if Path(name).exists()] == []
-
-
-@pytest.mark.slow
-def test_no_process_is_left_when_the_guard_is_killed(fresh: EngineProcess) -> None:
-    fresh.restart()
-    guard = next(p for p in group_members(fresh.pid) if p != fresh.pid and rss_mb(p) < 100)
-    os.kill(guard, signal.SIGKILL)
-    fresh.wait_gone(20)
-    assert fresh.process is not None
-    assert fresh.process.returncode == 70
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", ["launcher", "server"])
-def test_no_process_is_left_after_a_kill_during_the_start(
-    vllm_python: str, models: dict[str, Path], tmp_path: Path, victim: str
-) -> None:
-    engine = EngineProcess(vllm_python, models["tied0"], tmp_path)
-    launcher = launcher_of(engine)
-    pid_file = tmp_path / "launched.pid"
-    try:
-        Deadline(60, "the engine's process").wait_until(pid_file.exists)
-        server = int(pid_file.read_text())
-        # server, guard, multiprocessing's tracker, and the core, which has not come to any code of ours yet
-        Deadline(120, "the core's process").wait_until(lambda: len(group_members(server)) >= 4)
-        assert not engine.endpoint_file.exists()
-        os.kill(launcher.pid if victim == "launcher" else server, signal.SIGKILL)
-        Deadline(10, "the end of all processes").wait_until(lambda: not group_members(server))
-    finally:
-        launcher.kill()
-        launcher.wait()
-    assert not engine.endpoint_file.exists()
 
 
 def test_a_token_that_others_can_read_is_refused_at_once(engine: EngineProcess, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-r"""One spelling of mathematical signs: `≤` and `\leq` become `\le`, `√2` and `sqrt(2)` become `\sqrt{2}`."""
+r"""Gives mathematical signs one spelling: `\le` for `≤` and `\leq`, `\sqrt{2}` for `√2` and `sqrt(2)`."""
 
 # ruff: noqa: RUF001 - the signs that look like others are the matter of this file
 
@@ -9,17 +9,18 @@ from collections.abc import Callable
 # Signs that math-verify does not read; it reads π, × and ∪.
 _SIGNS = str.maketrans(
     {
-        **{
-            "≤": "\\le ",
-            "≥": "\\ge ",
-            "≠": "\\neq ",
-            "·": "\\cdot ",
-            "∞": "\\infty ",
-            "±": "\\pm ",
-            "∈": "\\in ",
-            "º": "°",
-        },
-        **{"µ": "\\mu ", "μ": "\\mu ", "Ω": "\\Omega ", "\N{OHM SIGN}": "\\Omega "},
+        "≤": "\\le ",
+        "≥": "\\ge ",
+        "≠": "\\neq ",
+        "·": "\\cdot ",
+        "∞": "\\infty ",
+        "±": "\\pm ",
+        "∈": "\\in ",
+        "º": "°",
+        "µ": "\\mu ",
+        "μ": "\\mu ",
+        "Ω": "\\Omega ",
+        "\N{OHM SIGN}": "\\Omega ",
     }
 )
 

@@ -43,6 +43,13 @@ class Run:
         return self.summary.get("finished") is True
 
     @property
+    def best(self) -> Path:
+        """The checkpoint with the best validation.  Raises ConfigError if no kept checkpoint was validated."""
+        from nemo_prorl.lifecycle.stages import chosen_checkpoint
+
+        return chosen_checkpoint(self.path, "best")
+
+    @property
     def steps(self) -> list[int]:
         """The steps whose responses are stored, in order."""
         return sorted(self._rollouts())
@@ -121,6 +128,7 @@ def evaluate(
     data: str | Path | None = None,
     limit: int | None = None,
     seed: int = 1,
+    checkpoint: str | int = "newest",
     **sampling: float | None,
 ) -> "EvaluationResults":
     """Evaluate a model as `prorl evaluate` does, and return the content of results.json.
@@ -133,6 +141,7 @@ def evaluate(
         overrides: KEY=VALUE, as for a run.
         data: folder with the prompt records that a benchmark needs and this package does not ship.
         limit: prompts of each benchmark; None: all.
+        checkpoint: of a run directory: newest, best (by validation) or a step.
         sampling: samples, temperature, top_p, context and max_response; default: those of each benchmark.
 
     Raises:
@@ -150,6 +159,7 @@ def evaluate(
         seed=seed,
         data=None if data is None else Path(data),
         limit=limit,
+        checkpoint=str(checkpoint),
         overrides=tuple(overrides),
     )
     return run_evaluation(options)

@@ -116,6 +116,8 @@ def _parser() -> argparse.ArgumentParser:
     export_hf = _add(commands, "export-hf", _export_hf, "convert a checkpoint to a Hugging Face model folder")
     export_hf.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="checkpoint, or run directory")
     export_hf.add_argument("out", metavar="OUT", type=Path, help="new folder for the model")
+    which = "checkpoint of a run directory: newest, best or a step number (default: newest)"
+    export_hf.add_argument("--checkpoint", metavar="WHICH", dest="which", default="newest", help=which)
 
     _add_parts(commands)
     return parser
@@ -262,7 +264,7 @@ def _import_hf(arguments: argparse.Namespace) -> None:
 def _export_hf(arguments: argparse.Namespace) -> None:
     from nemo_prorl.policy.tools import export_hf
 
-    export_hf(arguments.checkpoint, arguments.out)
+    export_hf(arguments.checkpoint, arguments.out, arguments.which)
 
 
 if __name__ == "__main__":

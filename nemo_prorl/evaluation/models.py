@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_prorl.errors import ConfigError
-from nemo_prorl.lifecycle.retention import complete, step_of
+from nemo_prorl.lifecycle.retention import complete
+from nemo_prorl.lifecycle.stages import chosen_checkpoint
 
 if TYPE_CHECKING:
     from nemo_prorl.evaluation.formats import ModelJson, ModelKind
@@ -70,38 +71,26 @@ def find(path: Path, which: str) -> tuple["ModelKind", Path]:
 
     Args:
         path: Hugging Face folder, checkpoint or run directory.
-        which: Checkpoint of a run directory: newest, best (by validation) or a step.
+        which: Checkpoint of a run directory, as in `chosen_checkpoint`.
 
     Raises:
         ConfigError: `path` is none of these, or the run directory does not have the checkpoint.
     """
-    if checkpoints := complete(path / "checkpoints"):
-        return "run", _chosen(checkpoints, which)
+    if complete(path / "checkpoints"):
+        return "run", chosen_checkpoint(path, which)
+    kind: ModelKind
     if (path / "state.json").is_file():
-        return "checkpoint", path
-    if (path / "config.json").is_file():
-        return "hf", path
-    raise ConfigError(
-        f"{path}: expected a model: a Hugging Face folder (config.json), a checkpoint (RUN/checkpoints/step-N), a run"
-        " directory with a checkpoint, or a URL (http://...)"
-    )
-
-
-def _chosen(checkpoints: list[Path], which: str) -> Path:
-    if which == "newest":
-        return checkpoints[-1]
-    by_step = {step_of(folder): folder for folder in checkpoints}
-    listed = ", ".join(map(str, sorted(by_step)))
-    if which == "best":
-        validations = json.loads((checkpoints[-1] / "state.json").read_text())["validations"]
-        scores = {int(step): value["all"]["mean"] for step, value in dict(validations).items()}
-        judged = [(scores[step], step) for step in by_step if step in scores]
-        if not judged:
-            raise ConfigError(f"--checkpoint best: none of the steps {listed} was validated; give a step, or newest")
-        return by_step[max(judged)[1]]
-    if not which.isdigit() or int(which) not in by_step:
-        raise ConfigError(f"--checkpoint {which}: expected newest, best or one of the steps {listed}")
-    return by_step[int(which)]
+        kind = "checkpoint"
+    elif (path / "config.json").is_file():
+        kind = "hf"
+    else:
+        raise ConfigError(
+            f"{path}: expected a model: a Hugging Face folder (config.json), a checkpoint (RUN/checkpoints/step-N), a"
+            " run directory with a checkpoint, or a URL (http://...)"
+        )
+    if which != "newest":
+        raise ConfigError(f"--checkpoint={which}: expected a run directory as MODEL; got {path}. Fix: leave it out")
+    return kind, path
 
 
 def open_model(path: Path, out: Path, which: str) -> Model:

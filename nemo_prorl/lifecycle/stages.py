@@ -1,4 +1,4 @@
-"""Chain of stages: finds the checkpoint from which a stage begins (paper sec. 4.2).
+"""Choice of a run's checkpoint: the one from which a stage begins (paper sec. 4.2), or the one that a command names.
 
 `rank.begin_stage` begins the stage from that checkpoint.
 """
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_prorl.algorithms.reset_rules import best_policy
+from nemo_prorl.algorithms.reset_rules import best_policy, policy_scores
 from nemo_prorl.config import Config
 from nemo_prorl.errors import ConfigError
-from nemo_prorl.lifecycle.retention import OLD, TEMPORARY, TRASH, complete, step_of
+from nemo_prorl.lifecycle.retention import OLD, TEMPORARY, TRASH, complete, read_state, step_of
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,38 @@ def best_kept(state: dict[str, Any], steps: Iterable[int]) -> int | None:
         state: state.json of the run's newest checkpoint.
     """
     return best_policy(state["validation"]["scores"], state["resets"]["done"], steps)
+
+
+def chosen_checkpoint(run_dir: Path, which: str) -> Path:
+    """Return the checkpoint of a run directory that a command's `--checkpoint` names.
+
+    Args:
+        which: newest; best: the best validation of all kept checkpoints, of equal ones the newest; or a step.
+
+    Raises:
+        ConfigError: the run directory does not have this checkpoint.
+        CheckpointError: the newest checkpoint, which has the scores, is damaged or has another format.
+    """
+    checkpoints = {str(step_of(folder)): folder for folder in complete(run_dir / "checkpoints")}
+    if not checkpoints:
+        raise ConfigError(f"{run_dir}: expected a run directory with a complete checkpoint; it has none")
+    *_, newest = checkpoints.values()
+    steps = ", ".join(checkpoints)
+    if which == "newest":
+        return newest
+    if which == "best":
+        state = read_state(newest)
+        scores = policy_scores(state["validation"]["scores"], state["resets"]["done"])
+        judged = [(score, step) for step, score in scores.items() if str(step) in checkpoints]
+        if not judged:
+            raise ConfigError(
+                f"--checkpoint=best: expected a validated checkpoint; none of the steps {steps} of {run_dir} was"
+                " validated. Fix: --checkpoint newest, or a step"
+            )
+        return checkpoints[str(max(judged)[1])]
+    if which not in checkpoints:
+        raise ConfigError(f"--checkpoint={which}: expected newest, best, or one of the steps {steps} of {run_dir}")
+    return checkpoints[which]
 
 
 def _finished(run_dir: Path) -> dict[str, Any] | None:

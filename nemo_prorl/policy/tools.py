@@ -18,6 +18,7 @@ from nemo_prorl import settings
 from nemo_prorl.errors import CheckpointError, ConfigError
 from nemo_prorl.lifecycle.checkpoints import ImportedState
 from nemo_prorl.lifecycle.retention import FORMAT, OLD, TEMPORARY, TRASH, check_format, complete
+from nemo_prorl.lifecycle.stages import chosen_checkpoint
 from nemo_prorl.policy.import_export import read_policy, write_policy
 from nemo_prorl.policy.weights import Digests, HFFolder, copy_without_weights, dtype_of, write_hf_folder
 
@@ -52,18 +53,19 @@ def import_hf(hf_dir: Path, out: Path) -> None:
     _log.info("%s: wrote a checkpoint with the weights of %s", out, folder.path)
 
 
-def export_hf(checkpoint_dir: Path, out: Path) -> None:
+def export_hf(checkpoint_dir: Path, out: Path, which: str = "newest") -> None:
     """Write a checkpoint's policy as a new Hugging Face folder, in the dtype of the model that the run began with.
 
     Args:
-        checkpoint_dir: RUN/checkpoints/step-N, an imported checkpoint, or a run directory (for its newest checkpoint).
+        checkpoint_dir: RUN/checkpoints/step-N, an imported checkpoint, or a run directory.
+        which: checkpoint of a run directory, as in `chosen_checkpoint`.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or the sha256 of its policy differs from state.json.
         ConfigError: `checkpoint_dir` is not a checkpoint, or `out` exists.
     """
     _refuse_existing(out)
-    folder, source = _find(checkpoint_dir)
+    folder, source = _find(checkpoint_dir, which)
     hf = HFFolder(source, need_weights=False)
     write_hf_folder(out, _policy(folder, hf), hf.path, dtype_of(hf.config))
     _log.info("%s: wrote a Hugging Face folder with the policy of %s", out, folder)
@@ -88,14 +90,16 @@ def _refuse_existing(out: Path) -> None:
         raise ConfigError(f"{out}: expected a folder that does not exist; it exists")
 
 
-def _find(path: Path) -> tuple[Path, Path]:
+def _find(path: Path, which: str) -> tuple[Path, Path]:
     """Return (checkpoint folder, folder with config.json and tokenizer) for a checkpoint or run directory."""
-    of_run = complete(path / "checkpoints")
-    folder = of_run[-1] if of_run else path
+    is_run = bool(complete(path / "checkpoints"))
+    folder = chosen_checkpoint(path, which) if is_run else path
     if not (folder / "state.json").is_file() or folder.suffix in (TEMPORARY, OLD, TRASH):
         raise ConfigError(
             f"{path}: expected a checkpoint (RUN/checkpoints/step-N) or a run directory with a checkpoint"
         )
+    if which != "newest" and not is_run:
+        raise ConfigError(f"--checkpoint={which}: expected a run directory; got {path}. Fix: leave it out")
     if (folder / "hf").is_dir():
         return folder, folder / "hf"
     run_dir = folder.resolve().parent.parent

@@ -120,6 +120,7 @@ FORMATS: dict[str, tuple[str, Any, bool]] = {
     "endpoint": ("Endpoint file", any_of(RewardEndpoint | EngineEndpoint, "The address of a run's service."), False),
     "evaluation-comparison": ("comparison.json", evaluation.EvaluationComparison, False),
     "evaluation-manifest": ("manifest.json of an evaluation", evaluation.EvaluationManifest, False),
+    "evaluation-published": ("published.json", evaluation.PublishedComparison, False),
     "evaluation-results": ("results.json", evaluation.EvaluationResults, False),
     "evaluation-sample": ("Line of samples/BENCHMARK.jsonl", evaluation.EvaluationSample, False),
     "hook-event": ("Event passed to on_event", launcher.HookEvent, False),

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+PAPER = "paper"  # in place of a folder in --compare; a folder of this name is ./paper
 _SHOWN = 10  # differences printed at most
 _SAMPLING = ("samples", "temperature", "top_p", "context", "max_response")
 _OPTIONS = (  # passed to EvaluationOptions unchanged
@@ -73,7 +74,12 @@ def add_parser(commands: Any) -> None:
         "--requests", metavar="N", type=_positive, default=32, help="maximum concurrent requests to a URL (default: 32)"
     )
     add("--manifest", metavar="FILE", type=Path, help="manifest.json of an evaluation to repeat and compare with")
-    add("--compare", metavar="DIR", type=Path, nargs="+", help="folders of evaluations to compare, the base first")
+    compare = "folders of evaluations to compare, the base first; `paper` first: compare each with published scores"
+    add("--compare", metavar="DIR", nargs="+", help=compare)
+    column = (
+        "with --compare paper: the published model to compare with, such as base or end; with commas for several DIR"
+    )
+    add("--as", metavar="NAME", dest="columns", help=column)
     parser.set_defaults(run_command=run)
 
 
@@ -86,9 +92,11 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.out is None:
         raise ConfigError("--out DIR is missing: the folder that the evaluation is written to")
-    if args.compare:
-        return _compare(args)
     _separate_model(args)
+    if args.columns is not None and args.compare is None:
+        raise ConfigError(f"--as={args.columns}: expected --compare paper, too")
+    if args.compare and (args.model is None or args.compare != [PAPER]):
+        return _compare(args)
     return _again(args) if args.manifest else _evaluate(args)
 
 
@@ -112,7 +120,15 @@ def _evaluate(args: argparse.Namespace) -> int:
     if args.benchmarks is None:
         raise ConfigError("--benchmarks A,B is missing; prorl evaluate --list shows the names")
     given = {name: getattr(args, name) for name in _SAMPLING if getattr(args, name) is not None}
-    return _run(args, [one.changed(given) for one in choose(args.benchmarks)])[1]
+    chosen = [one.changed(given) for one in choose(args.benchmarks)]
+    if not args.compare:
+        return _run(args, chosen)[1]
+    from nemo_prorl.evaluation.published import column_of
+
+    is_run = any((Path(args.model) / name).exists() for name in ("checkpoints", "state.json"))
+    args.columns = column_of(args.model_name or args.model, is_run, args.columns)  # an error comes before the work
+    code = _run(args, chosen)[1]
+    return _compare_with_paper(args.out, [args.out], [args.columns]) or code
 
 
 def _run(
@@ -185,11 +201,32 @@ def _again(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace) -> int:
+    if args.model is not None:
+        raise ConfigError(f"{args.model}: expected no MODEL with --compare {' '.join(args.compare)}")
+    if args.compare[0] == PAPER:
+        folders = [Path(one) for one in args.compare[1:]] or [args.out]
+        given = [None] * len(folders) if args.columns is None else args.columns.split(",")
+        if len(given) != len(folders):
+            raise ConfigError(f"--as={args.columns}: expected {len(folders)} names, as many as folders")
+        return _compare_with_paper(args.out, folders, given)
+    if args.columns is not None:
+        raise ConfigError(f"--as={args.columns}: expected --compare paper DIR")
     from nemo_prorl.evaluation import compare
     from nemo_prorl.lifecycle.records import write_json
 
-    found = compare.compare(compare.read(args.compare))
+    found = compare.compare(compare.read([Path(one) for one in args.compare]))
     args.out.mkdir(parents=True, exist_ok=True)
     write_json(args.out / "comparison.json", found)
     sys.stdout.write(compare.table(found))
+    return 0
+
+
+def _compare_with_paper(out: Path, folders: list[Path], columns: list[str | None]) -> int:
+    from nemo_prorl.evaluation import compare, published
+    from nemo_prorl.lifecycle.records import write_json
+
+    found = published.compare(compare.read(folders, least=1), columns)
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / "published.json", found)
+    sys.stdout.write(published.table(found))
     return 0

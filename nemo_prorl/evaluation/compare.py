@@ -23,6 +23,7 @@ from nemo_prorl.evaluation.formats import (
     Numbers,
     SolvedCounts,
 )
+from nemo_prorl.evaluation.gains import gain_text, gains_by_start
 from nemo_prorl.evaluation.readings import Reading, domain_name, explained
 from nemo_prorl.evaluation.results import Scored, by_domain, numbers, percent, scored
 from nemo_prorl.evaluation.store import Store, read_json
@@ -56,14 +57,14 @@ class Paired:
     solved: SolvedCounts
 
 
-def read(folders: Sequence[Path]) -> list[Evaluated]:
-    """Read the folders of evaluations.
+def read(folders: Sequence[Path], least: int = 2) -> list[Evaluated]:
+    """Read the folders of at least `least` evaluations.
 
     Raises:
         ConfigError: A folder does not contain an evaluation, or folders are given twice.
         DataError: A file is broken.
     """
-    if len(folders) < 2:
+    if len(folders) < least:
         raise ConfigError("--compare: expected at least two folders of evaluations, the base first")
     short = [folder.resolve().name for folder in folders]
     names = short if len(set(short)) == len(short) else [str(folder) for folder in folders]
@@ -106,6 +107,12 @@ def compare(models: Sequence[Evaluated]) -> EvaluationComparison:
             **entry,
             "parts": parts,
         }
+        by_category = {model: one.by_category() for model, one in found.items() if about["domain"] == "puzzles"}
+        if names := list(by_category.get(models[0].name, {})):
+            entries[name]["categories"] = {
+                category: _entry({model: its[category] for model, its in by_category.items()}, f"{name}/{category}")[0]
+                for category in names
+            }
     others = [model.name for model in models[1:]]
     groups = {group: _group(names, others, paired) for group, names in by_domain(entries).items()}
     outside = groups.pop("out_of_distribution", None)
@@ -118,6 +125,7 @@ def compare(models: Sequence[Evaluated]) -> EvaluationComparison:
         "benchmarks": entries,
         "domains": groups,
         "out_of_distribution": outside,
+        "gains": gains_by_start(entries, others, models[0].name, RESAMPLES, LEVEL),
     }
 
 
@@ -265,6 +273,10 @@ def table(comparison: EvaluationComparison) -> str:
         for one in entry["differences"]:
             cells = [_percent(one["pass@k"].get(k)) for k in ks]
             rows.append([f"  {one['model']} - {comparison['base']}", _percent(one["reward"]), *cells])
+        for category, part in entry.get("categories", {}).items():
+            for one in part["differences"]:
+                cells = [_percent(one["pass@k"].get(k)) for k in ks]
+                rows.append([f"    {category}: {one['model']}", _percent(one["reward"]), *cells])
         text.append(columns(rows, right=range(1, len(rows[0]))).rstrip("\n"))
         text += [f"  {_summary(one, comparison['base'])}" for one in entry["differences"]]
     groups = dict(comparison["domains"])
@@ -278,6 +290,7 @@ def table(comparison: EvaluationComparison) -> str:
             text.append(
                 f"{domain_name(group)}: {mean['model']} - {comparison['base']}: {gains}: {mean['model']} {words}"
             )
+    text += [gain_text(one, comparison["base"]).rstrip("\n") for one in comparison["gains"]]
     if comparison["skipped"]:
         text.append(f"left out, because not in all evaluations: {', '.join(comparison['skipped'])}")
     text.append(f"All in percent; in brackets: {100 * LEVEL:.0f} % intervals of a paired bootstrap over prompts.")

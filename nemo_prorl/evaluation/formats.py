@@ -122,6 +122,8 @@ class BenchmarkNumbers(BenchmarkAbout, Numbers):
 
     sampling: SamplingJson
     parts: dict[str, Numbers]
+    categories: NotRequired[dict[str, Numbers]]
+    """puzzles of reasoning-gym by category; absent if there is only one"""
 
 
 class GroupNumbers(_Means):
@@ -193,6 +195,8 @@ class ComparedBenchmark(BenchmarkAbout, ComparedPart):
     """A benchmark with each model's numbers and differences, as a whole and by part."""
 
     parts: dict[str, ComparedPart]
+    categories: NotRequired[dict[str, ComparedPart]]
+    """puzzles of reasoning-gym by category; absent if there is only one"""
 
 
 class ComparedGroup(TypedDict):
@@ -218,6 +222,34 @@ class Bootstrap(TypedDict):
     level: Annotated[float, Constraint(exclusiveMinimum=0, maximum=1)]
 
 
+class TaskGain(TypedDict):
+    """A task's pass@k of the base, and the gain of a model over it."""
+
+    task: str
+    """BENCHMARK, or BENCHMARK/DATA SET for puzzles"""
+    base: Share
+    gain: float
+
+
+class Correlation(TypedDict):
+    """Pearson's correlation over tasks, and its bootstrap confidence interval."""
+
+    r: float
+    low: float
+    high: float
+
+
+class GainByStart(TypedDict):
+    """A model's gains in pass@k by task, from the lowest pass@k of the base to the highest."""
+
+    model: str
+    k: Number
+    """the largest k that all tasks have, at most 128"""
+    tasks: list[TaskGain]
+    correlation: Correlation | None
+    """between `base` and `gain`; null: fewer than 8 tasks, or no differences"""
+
+
 class EvaluationComparison(TypedDict):
     """The content of comparison.json: two or more evaluated models on the same prompts."""
 
@@ -231,3 +263,61 @@ class EvaluationComparison(TypedDict):
     benchmarks: dict[str, ComparedBenchmark]
     domains: dict[str, ComparedGroup]
     out_of_distribution: ComparedGroup | None
+    gains: list[GainByStart]
+    """one entry per model other than the base; a model with a single sample per prompt has none"""
+
+
+PublishedVerdict = Literal["within", "lower", "higher", "no number", "not evaluated", "not published"]
+
+
+class PublishedRow(TypedDict):
+    """A score beside the published ones.  All scores are between 0 and 1."""
+
+    ours: Mean | None
+    """in the benchmark's metric; null: not evaluated, or no response has a verdict"""
+    published: dict[str, Share]
+    """by column"""
+    difference: float | None
+    """our score minus that of the model's column; null if one of them is missing"""
+    se: Amount | None
+    """standard error of the difference; null if the difference is null, or for a single prompt"""
+    same_prompts: bool
+    """both sides answered the same prompts, so that the standard error counts the sampling only"""
+    verdict: PublishedVerdict
+    hints: list[str]
+    """what the evaluation knows that may explain the difference"""
+
+
+class PublishedModel(TypedDict):
+    """An evaluated model beside the published scores."""
+
+    name: str
+    folder: str
+    model: ModelJson
+    column: str
+    """column that the model is compared with"""
+    threshold: Amount
+    """a difference of more standard errors is lower or higher"""
+    benchmarks: dict[str, PublishedRow]
+    categories: dict[str, PublishedRow]
+    """means over the tasks of a category of reasoning_gym"""
+    domains: dict[str, PublishedRow]
+    """means over the benchmarks of a domain"""
+
+
+class PublishedColumn(TypedDict):
+    """A model with published scores."""
+
+    name: str
+    source: str
+
+
+class PublishedComparison(TypedDict):
+    """The content of published.json: evaluated models beside published scores."""
+
+    format: Literal[1]
+    sources: dict[str, str]
+    columns: dict[str, PublishedColumn]
+    level: Annotated[float, Constraint(exclusiveMinimum=0, maximum=1)]
+    """chance that an evaluation like the published one has any row outside"""
+    models: Annotated[list[PublishedModel], Constraint(minItems=1)]

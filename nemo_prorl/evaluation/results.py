@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,17 @@ class Scored:
         names = sorted(set(self.parts))
         return {name: self.only(name) for name in names} if len(names) > 1 else {}
 
+    def by_category(self) -> dict[str, "Scored"]:
+        """Return the puzzles by category of reasoning-gym, see `categories`; empty if there is only one category."""
+        known = categories() if len(set(self.parts)) > 1 else {}
+        names = [known.get(part) for part in self.parts]
+        found = {}
+        for name in sorted({name for name in names if name is not None}):
+            at = [i for i, category in enumerate(names) if category == name]
+            parts = [self.parts[i] for i in at]
+            found[name] = Scored([self.ids[i] for i in at], parts, [self.samples[i] for i in at])
+        return found if len(found) > 1 else {}
+
     def judged(self) -> "Scored":
         """Return the samples that have a verdict, without prompts that have no such sample."""
         kept = [[s for s in samples if s.score is not None] for samples in self.samples]
@@ -74,6 +86,15 @@ class Scored:
     @property
     def least_samples(self) -> int:
         return min(map(len, self.samples), default=0)
+
+
+@cache
+def categories() -> dict[str, str]:
+    """Return the category of each task of reasoning-gym: the package of its module, such as algebra."""
+    from reasoning_gym.factory import DATASETS  # seconds to import
+
+    modules = {name: one[0].__module__.split(".") for name, one in DATASETS.items()}
+    return {name: words[1] for name, words in modules.items() if words[0] == "reasoning_gym" and len(words) > 2}
 
 
 def sample_of(line: EvaluationSample, verdict: StoredVerdict | None, task: str = "") -> Sample:
@@ -137,12 +158,15 @@ def numbers(found: Scored) -> Numbers:
 
 def benchmark_numbers(benchmark: Benchmark, found: Scored) -> BenchmarkNumbers:
     """Return a benchmark's entry in results.json."""
-    return {
+    entry: BenchmarkNumbers = {
         **benchmark.about(),
         "sampling": asdict(benchmark.sampling),
         **numbers(found),
         "parts": {part: numbers(some) for part, some in found.by_part().items()},
     }
+    if benchmark.task == "puzzles" and (by_category := found.by_category()):
+        entry["categories"] = {name: numbers(some) for name, some in by_category.items()}
+    return entry
 
 
 def together(entries: Mapping[str, BenchmarkNumbers]) -> GroupNumbers:
@@ -210,7 +234,10 @@ def table(result: EvaluationResults) -> str:
     heads = ["", "prompts", "samples", "pass@1", "reward", f"pass@{largest}"]
     heads += ["tokens", "truncated", "no form", "unjudged"]
     rows = [heads]
-    rows += [_row(name, entry, largest) for name, entry in entries.items() if not entry["out_of_distribution"]]
+    for name, entry in entries.items():
+        if not entry["out_of_distribution"]:
+            rows.append(_row(name, entry, largest))
+            rows += [_row(f"  {kind}", its, largest) for kind, its in entry.get("categories", {}).items()]
     several = {name: entry for name, entry in result["domains"].items() if len(entry["benchmarks"]) > 1}
     rows += [_row(f"mean of {domain_name(domain)}", entry, largest) for domain, entry in several.items()]
     if result["out_of_distribution"] is not None:

@@ -183,6 +183,7 @@ async def _work(
     options: EvaluationOptions, cfg: DictConfig, model: Model, parts: "Sequence[BenchmarkWork]"
 ) -> tuple[float, int]:
     """Sample and judge the missing responses; return the duration in seconds and the number of generated tokens."""
+    from nemo_prorl.evaluation.duration import estimate
     from nemo_prorl.evaluation.sampling import Work, plan
     from nemo_prorl.evaluation.services import Services
     from nemo_prorl.evaluation.sources import Endpoint, LocalEngines
@@ -201,6 +202,9 @@ async def _work(
         )
         if not todo.to_draw and not todo.unjudged:
             return 0.0, 0
+        on_gpu = cfg.trainer.accelerator == "gpu"
+        if isinstance(source, LocalEngines) and (text := estimate(options.out, parts, cfg.rollout.engines, on_gpu)):
+            _log.info("%s", text)
         tasks = sorted({record["task"] for one in parts for record in one.records})
         engines = cfg.rollout.engines if model.folder is not None and todo.to_draw else 0
         async with Services(cfg, options.out, tasks, engines) as services, services.reward_client() as rewards:
@@ -289,7 +293,7 @@ def differences(one: Any, other: Any, at: str = "") -> list[str]:
     `at`: path of keys to `one` and `other`; empty at the top.
     """
     if isinstance(one, dict) and isinstance(other, dict):
-        skipped = ("time", "model") if not at else ()
+        skipped = ("time", "model") if not at else ("categories",)  # follow from parts; older versions lack them
         keys = [key for key in (*one, *(key for key in other if key not in one)) if key not in skipped]
         return [text for key in keys for text in differences(one.get(key), other.get(key), f"{at}/{key}")]
     return [] if one == other else [f"{at.removeprefix('/')}: {one} there, {other} here"]

@@ -1,0 +1,409 @@
+"""Evaluated models beside published scores: published.json of `prorl evaluate --compare paper`.
+
+Two sources of error are counted.  Ours: if both sides answered the same prompts, the error of the sampling within each
+prompt; otherwise the error over prompts.  Theirs is unknown: a mean p of numbers between 0 and 1 has at most the
+variance p (1 - p) / (prompts x samples), or p (1 - p) / prompts over other prompts.  A row is outside if its difference
+has more standard errors than a level for all rows together (Bonferroni) allows.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from statistics import NormalDist
+from typing import Literal, NotRequired, TypedDict
+
+import numpy as np
+import yaml
+
+from nemo_prorl.errors import ConfigError
+from nemo_prorl.evaluation.catalogue import Metric
+from nemo_prorl.evaluation.compare import Evaluated
+from nemo_prorl.evaluation.estimates import mean_of_means
+from nemo_prorl.evaluation.formats import (
+    BenchmarkManifest,
+    ModelJson,
+    Numbers,
+    PublishedColumn,
+    PublishedComparison,
+    PublishedModel,
+    PublishedRow,
+)
+from nemo_prorl.evaluation.readings import FORMS
+from nemo_prorl.evaluation.results import Scored, numbers, percent
+from nemo_prorl.planning.columns import columns
+
+LEVEL = 0.05
+FILE = Path(__file__).with_name("published.yaml")
+_GENERIC = "prompt? grader?"  # causes that an evaluation cannot see itself
+
+
+class Elsewhere(TypedDict):
+    """A model's score in another source."""
+
+    score: float
+    source: str
+
+
+class PublishedBenchmark(TypedDict):
+    """A benchmark's entry in published.yaml; scores in percent by column."""
+
+    scores: dict[str, float]
+    fixed: NotRequired[Literal[True]]
+    prompts: NotRequired[int]
+    tasks: NotRequired[int]
+    unnamed: NotRequired[str]
+    elsewhere: NotRequired[dict[str, Elsewhere]]
+
+
+class PublishedDomain(TypedDict):
+    """A mean over benchmarks in published.yaml, in percent by column."""
+
+    benchmarks: list[str]
+    scores: dict[str, float]
+
+
+class PublishedScores(TypedDict):
+    """The content of published.yaml."""
+
+    sources: dict[str, str]
+    models: dict[str, PublishedColumn]
+    sampling: dict[str, float]
+    benchmarks: dict[str, PublishedBenchmark]
+    categories: dict[str, dict[str, float]]
+    domains: dict[str, PublishedDomain]
+
+
+@cache
+def scores() -> PublishedScores:
+    """Return the published scores."""
+    found: PublishedScores = yaml.safe_load(FILE.read_text(encoding="utf-8"))
+    return found
+
+
+def column_of(model: str, is_run: bool, given: str | None) -> str:
+    """Return the column that a model is compared with.
+
+    Args:
+        model: path or name of the model.  A run is compared with the paper's end, other models by name.
+        is_run: the model was trained by a run of this project.
+        given: value of --as.
+
+    Raises:
+        ConfigError: `given` is no column, or it is None and `model` does not name one.
+    """
+    known = scores()["models"]
+    if given is not None:
+        if given not in known:
+            raise ConfigError(f"--as={given}: expected one of {', '.join(known)}")
+        return given
+    if is_run:
+        return "end"
+    named = [column for column, one in known.items() if one["name"].lower() in model.lower()]
+    if not named:
+        raise ConfigError(
+            f"--compare paper: {model}: expected a run directory, or the name of a published model in the path. Fix:"
+            f" --as base, or another of {', '.join(known)}"
+        )
+    return max(named, key=lambda column: len(known[column]["name"]))
+
+
+def compare(models: Sequence[Evaluated], given: Sequence[str | None]) -> PublishedComparison:
+    """Return the content of published.json.  `given`: the column of each model, or None to find it by `column_of`."""
+    found = scores()
+    chosen = [_column(one.manifest["model"], name) for one, name in zip(models, given, strict=True)]
+    return {
+        "format": 1,
+        "sources": found["sources"],
+        "columns": found["models"],
+        "level": LEVEL,
+        "models": [_model(one, column) for one, column in zip(models, chosen, strict=True)],
+    }
+
+
+def _column(model: ModelJson, given: str | None) -> str:
+    return column_of(f"{model.get('folder', '')} {model['name']}".strip(), bool(model.get("step")), given)
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A score of ours: its samples, its numbers, and how it was evaluated."""
+
+    found: Scored
+    numbers: Numbers
+    entry: BenchmarkManifest
+    limit: int | None  # maximum number of prompts per benchmark
+    is_endpoint: bool
+
+    def part(self, some: Scored) -> "Measured":
+        return replace(self, found=some, numbers=numbers(some))
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A row with what it was computed from; `measured` is None for a mean of rows and for what was not evaluated."""
+
+    row: PublishedRow
+    published: PublishedBenchmark
+    measured: Measured | None = None
+
+
+def _model(one: Evaluated, column: str) -> PublishedModel:
+    known = scores()
+    measured = {name: _measured(one, name) for name in one.found}
+    every: dict[str, PublishedBenchmark] = {name: {"scores": {}} for name in one.found}
+    every = known["benchmarks"] | {name: entry for name, entry in every.items() if name not in known["benchmarks"]}
+    benchmarks = {name: _compared(measured.get(name), entry, column) for name, entry in every.items()}
+    categories = _categories(measured.get("reasoning_gym"), column)
+    domains = {
+        name: _mean([benchmarks[key].row for key in entry["benchmarks"]], entry["scores"], column)
+        for name, entry in known["domains"].items()
+        if column in entry["scores"]
+    }
+    rows = [*benchmarks.values(), *categories.values(), *domains.values()]
+    compared = sum(one.row["difference"] is not None for one in rows)
+    threshold = NormalDist().inv_cdf(1.0 - LEVEL / (2.0 * max(1, compared)))
+    for row in rows:
+        _judge(row, column, threshold)
+    return {
+        "name": one.name,
+        "folder": str(one.folder),
+        "model": one.manifest["model"],
+        "column": column,
+        "threshold": threshold,
+        "benchmarks": {name: one.row for name, one in benchmarks.items()},
+        "categories": {name: one.row for name, one in categories.items()},
+        "domains": {name: one.row for name, one in domains.items()},
+    }
+
+
+def _measured(one: Evaluated, name: str) -> Measured:
+    found, manifest = one.found[name], one.manifest
+    is_endpoint = manifest["model"]["kind"] == "endpoint"
+    return Measured(found, numbers(found), manifest["benchmarks"][name], manifest["limit"], is_endpoint)
+
+
+def _categories(gym: Measured | None, column: str) -> dict[str, Compared]:
+    if gym is None:
+        return {}
+    parts = gym.found.by_category()
+    entries: dict[str, PublishedBenchmark] = {name: {"scores": one} for name, one in scores()["categories"].items()}
+    return {
+        name: _compared(gym.part(parts[name]) if name in parts else None, entry, column)
+        for name, entry in entries.items()
+        if column in entry["scores"]
+    }
+
+
+def _compared(measured: Measured | None, published: PublishedBenchmark, column: str) -> Compared:
+    """Return a row without its verdict."""
+    shares = {name: value / 100.0 for name, value in published["scores"].items()}
+    metric: Metric = "reward" if measured is None else measured.entry["metric"]
+    row: PublishedRow = {
+        "ours": None if measured is None else measured.numbers[metric],
+        "published": shares,
+        "difference": None,
+        "se": None,
+        "same_prompts": False,
+        "verdict": "not evaluated" if measured is None else "no number" if column in shares else "not published",
+        "hints": [],
+    }
+    if measured is not None and row["ours"] is not None and column in shares:
+        row["same_prompts"] = same = _same_prompts(measured, published)
+        row["difference"] = row["ours"]["mean"] - shares[column]
+        row["se"] = standard_error(measured, metric, shares[column], same, published.get("prompts"))
+    return Compared(row, published, measured)
+
+
+def _same_prompts(measured: Measured, published: PublishedBenchmark) -> bool:
+    judged = len(measured.found.judged().ids)
+    whole = measured.limit is None and judged == measured.numbers["prompts"]
+    return "fixed" in published and whole and published.get("prompts", judged) == judged
+
+
+def standard_error(measured: Measured, metric: Metric, theirs: float, same: bool, prompts: int | None) -> float | None:
+    """Return the standard error of a difference, see the module; None for other prompts, if there is only one.
+
+    `prompts`: number of published prompts; None: as many as ours.
+    """
+    judged = measured.found.judged()
+    value_P = [
+        [float(s.correct or False) if metric == "pass@1" else s.score or 0.0 for s in row] for row in judged.samples
+    ]
+    mean_P = np.asarray([np.mean(values) for values in value_P])
+    count = len(value_P)
+    their_prompts = count if prompts is None else prompts
+    at_most = theirs * (1.0 - theirs)
+    if not same:
+        return math.sqrt(mean_P.var(ddof=1) / count + at_most / their_prompts) if count > 1 else None
+    if judged.least_samples > 1:
+        within = float(np.mean([np.var(values, ddof=1) / len(values) for values in value_P])) / count
+    else:
+        within = float(mean_P.mean() * (1.0 - mean_P.mean())) / count
+    return math.sqrt(within + at_most / (their_prompts * scores()["sampling"]["samples"]))
+
+
+def _mean(rows: Sequence[PublishedRow], published: Mapping[str, float], column: str) -> Compared:
+    """Return the row of the mean over some rows; without a number if one of them has none."""
+    shares = {name: value / 100.0 for name, value in published.items()}
+    ours = [row["ours"] for row in rows if row["ours"] is not None]
+    errors = [row["se"] for row in rows if row["se"] is not None]
+    whole = len(ours) == len(errors) == len(rows)
+    mean = mean_of_means(ours) if whole else None
+    row: PublishedRow = {
+        "ours": mean,
+        "published": shares,
+        "difference": None if mean is None else mean["mean"] - shares[column],
+        "se": float(np.sqrt(np.sum(np.square(errors)))) / len(rows) if whole else None,
+        "same_prompts": all(row["same_prompts"] for row in rows),
+        "verdict": "no number" if ours else "not evaluated",
+        "hints": [],
+    }
+    return Compared(row, {"scores": dict(published)})
+
+
+def _judge(one: Compared, column: str, threshold: float) -> None:
+    """Set the verdict and the hints of a row."""
+    row = one.row
+    if row["difference"] is not None and row["se"] is not None:
+        inside = abs(row["difference"]) <= threshold * row["se"]
+        row["verdict"] = "within" if inside else "lower" if row["difference"] < 0 else "higher"
+    if one.measured is not None:
+        row["hints"] = [*unfinished(one.measured), *_causes(one, one.measured, column, threshold)]
+
+
+# --- hints -----------------------------------------------------------------------------------------------------------
+
+
+def unfinished(measured: Measured) -> list[str]:
+    """Return what is missing of the evaluation itself."""
+    found, wanted = measured.numbers, measured.entry["sampling"]["samples"]
+    hints = [f"{found['samples']} of {wanted} samples: run it again"] if found["samples"] < wanted else []
+    if found["unjudged"]:
+        hints.append(f"{found['unjudged']} responses without a verdict: run it again")
+    if not found["unjudged"] and found["prompts"] == 1:
+        hints.append("a single prompt has no standard error")
+    return hints
+
+
+def _causes(one: Compared, measured: Measured, column: str, threshold: float) -> list[str]:
+    """Return what may have caused a difference: what the evaluation knows, otherwise what it cannot know."""
+    row = one.row
+    if row["verdict"] not in ("lower", "higher") or row["difference"] is None or row["se"] is None:
+        return []
+    lower, size = row["difference"] < 0, abs(row["difference"])
+    found = [*_other_sampling(measured, lower), *_other_prompts(measured, one.published)]
+    if lower:
+        found += _lost(measured, size)
+    elif (
+        column == "base"
+        and measured.entry["domain"] == "puzzles"
+        and (form := measured.numbers["without_form"]) is not None
+    ):
+        found.append(
+            f"{100 * (1 - form):.0f} % have {FORMS['puzzles']}; the paper's base mostly wrote \\boxed{{}} (its F.1)"
+        )
+    ours = row["published"][column] + row["difference"]
+    other = one.published.get("elsewhere", {}).get(column)
+    if other is not None and abs(ours - other["score"] / 100.0) < size:
+        found.append(f"{other['score']} by {other['source']}")
+    others = {name: abs(ours - score) for name, score in row["published"].items() if name != column}
+    if near := [name for name, far in others.items() if far <= threshold * row["se"]]:
+        found.append(f"as {' or '.join(near)}: is it this model?")
+    if measured.is_endpoint:
+        found.append("the server's chat template?")
+    return found or [_GENERIC]
+
+
+def _other_sampling(measured: Measured, lower: bool) -> list[str]:
+    """Return the settings of the sampling that differ; a shorter context only explains a lower score."""
+    ours, theirs = measured.entry["sampling"], scores()["sampling"]
+    found = [
+        f"{key} {ours[key]:g}, not {theirs[key]:g}" for key in ("temperature", "top_p") if ours[key] != theirs[key]
+    ]
+    if lower and ours["context"] < theirs["context"]:
+        found.append(f"context {ours['context']}, not {theirs['context']:g}")
+    if lower and ours["max_response"] is not None and ours["max_response"] < theirs["context"] // 2:
+        found.append(f"responses of {ours['max_response']} tokens")
+    return found
+
+
+def _other_prompts(measured: Measured, published: PublishedBenchmark) -> list[str]:
+    count, tasks = measured.numbers["prompts"], len(set(measured.found.parts))
+    found = []
+    if (prompts := published.get("prompts")) is not None and prompts != count:
+        found.append(f"{count} prompts, not {prompts}")
+    elif measured.limit is not None:
+        found.append(f"the first {count} prompts only")
+    if (number := published.get("tasks")) is not None and number != tasks:
+        found.append(f"{tasks} tasks, not {number}")
+    if "unnamed" in published:
+        found.append(f"another {published['unnamed']}?")
+    return found
+
+
+def _lost(measured: Measured, size: float) -> list[str]:
+    """Return losses of score that are as large as the difference."""
+    its = measured.numbers
+    responses = sum(map(len, measured.found.samples))
+    shares = {
+        "cut off": its["truncated"] or 0.0,
+        "without the asked form: prompt?": its["without_form"] or 0.0,
+        "out of the grader's time": its["failures"]["timeout"] / max(1, responses),
+    }
+    return [f"{100 * share:.1f} % {what}" for what, share in shares.items() if share >= size]
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
+
+
+def table(found: PublishedComparison) -> str:
+    """Return the text that `--compare paper` prints."""
+    text = []
+    for model in found["models"]:
+        heads = ["", *found["columns"], model["name"], f"- {model['column']}", "verdict"]
+        rows = [heads]
+        for section in ("benchmarks", "domains", "categories"):
+            its: dict[str, PublishedRow] = model[section]
+            if its and section != "benchmarks":
+                rows.append([{"domains": "means of six:", "categories": "reasoning_gym by category:"}[section]])
+            rows += [_line(name, row, list(found["columns"])) for name, row in its.items()]
+        text.append(columns(rows, right=range(1, len(heads) - 1)))
+        every = [*model["benchmarks"].values(), *model["categories"].values(), *model["domains"].values()]
+        compared = [row for row in every if row["verdict"] in ("within", "lower", "higher")]
+        outside = sum(row["verdict"] != "within" for row in compared)
+        text.append(
+            f"{model['name']} beside {found['columns'][model['column']]['name']}: {outside} of {len(compared)} rows are"
+            f" outside, by more than {model['threshold']:.1f} standard errors. Such a row is found by chance in"
+            f" {100 * found['level']:.0f} % of whole tables.\n"
+        )
+    text.append("In percent, with standard errors. Sources:\n")
+    text += [f"  {', '.join(names)}: {found['sources'][source]}\n" for source, names in _by_source(found).items()]
+    return "".join(text)
+
+
+def _by_source(found: PublishedComparison) -> dict[str, list[str]]:
+    by: dict[str, list[str]] = {}
+    for name, one in found["columns"].items():
+        by.setdefault(one["source"], []).append(name)
+    return by
+
+
+def _line(name: str, row: PublishedRow, names: Sequence[str]) -> list[str]:
+    published = [f"{100 * row['published'][one]:.1f}" if one in row["published"] else "-" for one in names]
+    difference = "-"
+    if row["difference"] is not None:
+        difference = f"{100 * row['difference']:+.1f}" + ("" if row["se"] is None else f" ± {100 * row['se']:.1f}")
+    return [f"  {name}", *published, percent(row["ours"]), difference, verdict(row)]
+
+
+def verdict(row: PublishedRow) -> str:
+    """Return a row's verdict in words, such as `lower by 3.1 ± 1.2: prompt? grader?`."""
+    words = "within the paper's" if row["verdict"] == "within" else str(row["verdict"])
+    if row["verdict"] in ("lower", "higher") and row["difference"] is not None and row["se"] is not None:
+        words += f" by {100 * abs(row['difference']):.1f} ± {100 * row['se']:.1f}"
+    return words + (": " if row["hints"] else "") + "; ".join(row["hints"])

@@ -61,7 +61,7 @@ def correlation(rows: list[TaskGain], resamples: int, level: float) -> Correlati
     scale_R = np.sqrt(np.prod(np.square(drawn_RT2).sum(axis=1), axis=1))
     r_R = np.prod(drawn_RT2, axis=2).sum(axis=1)[scale_R > 0.0] / scale_R[scale_R > 0.0]
     tail = 50.0 * (1.0 - level)
-    low, high = np.percentile(r_R, [tail, 100.0 - tail]).tolist()
+    low, high = np.percentile(np.clip(r_R, -1.0, 1.0), [tail, 100.0 - tail]).tolist()
     return {"r": float(np.corrcoef(pair_T2.T)[0, 1]), "low": low, "high": high}
 
 

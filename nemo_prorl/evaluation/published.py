@@ -1,9 +1,9 @@
 """Evaluated models beside published scores: published.json of `prorl evaluate --compare paper`.
 
-Two sources of error are counted.  Ours: if both sides answered the same prompts, the error of the sampling within each
-prompt; otherwise the error over prompts.  Theirs is unknown: a mean p of numbers between 0 and 1 has at most the
-variance p (1 - p) / (prompts x samples), or p (1 - p) / prompts over other prompts.  A row is outside if its difference
-has more standard errors than a level for all rows together (Bonferroni) allows.
+Two errors are counted.  If both sides answered the same prompts, ours is that of the sampling within each prompt, and
+theirs, which is unknown, is at most that of a mean p of numbers between 0 and 1: p (1 - p) / (prompts x samples).
+Over other prompts theirs is at most p (1 - p) / prompts, and ours the same, or that over prompts if it is larger.
+A row is outside if its difference has more standard errors than a level for all rows together (Bonferroni) allows.
 """
 
 import math
@@ -138,6 +138,7 @@ class Measured:
     entry: BenchmarkManifest
     limit: int | None  # maximum number of prompts per benchmark
     is_endpoint: bool
+    is_trained: bool  # by a run of this project
 
     def part(self, some: Scored) -> "Measured":
         return replace(self, found=some, numbers=numbers(some))
@@ -183,14 +184,15 @@ def _model(one: Evaluated, column: str) -> PublishedModel:
 
 def _measured(one: Evaluated, name: str) -> Measured:
     found, manifest = one.found[name], one.manifest
-    is_endpoint = manifest["model"]["kind"] == "endpoint"
-    return Measured(found, numbers(found), manifest["benchmarks"][name], manifest["limit"], is_endpoint)
+    model, entry = manifest["model"], manifest["benchmarks"][name]
+    return Measured(
+        found, numbers(found), entry, manifest["limit"], model["kind"] == "endpoint", bool(model.get("step"))
+    )
 
 
 def _categories(gym: Measured | None, column: str) -> dict[str, Compared]:
-    if gym is None:
+    if gym is None or not (parts := gym.found.by_category()):
         return {}
-    parts = gym.found.by_category()
     entries: dict[str, PublishedBenchmark] = {name: {"scores": one} for name, one in scores()["categories"].items()}
     return {
         name: _compared(gym.part(parts[name]) if name in parts else None, entry, column)
@@ -238,8 +240,8 @@ def standard_error(measured: Measured, metric: Metric, theirs: float, same: bool
     count = len(value_P)
     their_prompts = count if prompts is None else prompts
     at_most = theirs * (1.0 - theirs)
-    if not same:
-        return math.sqrt(mean_P.var(ddof=1) / count + at_most / their_prompts) if count > 1 else None
+    if not same:  # few prompts, all wrong, say little: the larger of what was seen and what may be
+        return math.sqrt(max(mean_P.var(ddof=1), at_most) / count + at_most / their_prompts) if count > 1 else None
     if judged.least_samples > 1:
         within = float(np.mean([np.var(values, ddof=1) / len(values) for values in value_P])) / count
     else:
@@ -308,15 +310,15 @@ def _causes(one: Compared, measured: Measured, column: str, threshold: float) ->
             f"{100 * (1 - form):.0f} % have {FORMS['puzzles']}; the paper's base mostly wrote \\boxed{{}} (its F.1)"
         )
     ours = row["published"][column] + row["difference"]
+    others = {name: abs(ours - score) for name, score in row["published"].items() if name != column}
     other = one.published.get("elsewhere", {}).get(column)
     if other is not None and abs(ours - other["score"] / 100.0) < size:
         found.append(f"{other['score']} by {other['source']}")
-    others = {name: abs(ours - score) for name, score in row["published"].items() if name != column}
-    if near := [name for name, far in others.items() if far <= threshold * row["se"]]:
+    elif near := [name for name, far in others.items() if far <= threshold * row["se"]]:
         found.append(f"as {' or '.join(near)}: is it this model?")
     if measured.is_endpoint:
         found.append("the server's chat template?")
-    return found or [_GENERIC]
+    return found or [f"training? {_GENERIC}" if measured.is_trained else _GENERIC]
 
 
 def _other_sampling(measured: Measured, lower: bool) -> list[str]:
@@ -397,7 +399,9 @@ def _line(name: str, row: PublishedRow, names: Sequence[str]) -> list[str]:
     published = [f"{100 * row['published'][one]:.1f}" if one in row["published"] else "-" for one in names]
     difference = "-"
     if row["difference"] is not None:
-        difference = f"{100 * row['difference']:+.1f}" + ("" if row["se"] is None else f" ± {100 * row['se']:.1f}")
+        difference = f"{round(100 * row['difference'], 1) + 0.0:+.1f}" + (
+            "" if row["se"] is None else f" ± {100 * row['se']:.1f}"
+        )
     return [f"  {name}", *published, percent(row["ours"]), difference, verdict(row)]
 
 

@@ -169,6 +169,7 @@ def lower(tmp_path: Path, share: float = 0.0, prompts: int = 30, **how: Any) -> 
             {"model": "http://host/v1/DeepSeek-R1-Distill-Qwen-1.5B", "kind": "endpoint"},
             ["the server's chat template?"],
         ),
+        ({"model": "/runs/chain/run8", "kind": "run"}, ["training? prompt? grader?"]),
         ({}, ["prompt? grader?"]),
     ],
 )
@@ -203,6 +204,11 @@ def test_what_was_not_judged_is_told_beside_the_verdict(tmp_path: Path) -> None:
 def test_a_single_prompt_has_no_verdict(tmp_path: Path) -> None:
     found = row(evaluation(tmp_path / "base", {"aime24": rate(1.0, 1)}, limit=1))
     assert (found["verdict"], found["hints"]) == ("no number", ["a single prompt has no standard error"])
+
+
+def test_a_few_wrong_answers_tell_nothing(tmp_path: Path) -> None:
+    found = row(evaluation(tmp_path / "few", {"aime24": rate(0.0, 4)}, limit=4))
+    assert (found["verdict"], found["same_prompts"]) == ("within", False)
 
 
 def test_the_column(tmp_path: Path) -> None:
@@ -277,7 +283,7 @@ def test_the_standard_error_covers_what_chance_does(same: bool, samples: int, tm
         ours_P, theirs_P = (known, known) if same else rng.beta(0.5, 1.2, size=(2, 60))
         ours = (rng.random((60, samples)) < ours_P[:, None]).astype(float)
         theirs = float((rng.random((60, 16)) < theirs_P[:, None]).mean())
-        measured = published.Measured(_scored(ours.tolist()), None, None, None, False)  # type: ignore[arg-type]
+        measured = published.Measured(_scored(ours.tolist()), None, None, None, False, False)  # type: ignore[arg-type]
         se = published.standard_error(measured, "pass@1", theirs, same, None)
         assert se is not None
         squares.append(((ours.mean() - theirs) / se) ** 2)

@@ -337,7 +337,7 @@ class DataSource:
 
 
 def _templates() -> dict[str, str]:
-    boxed = "Think step by step, and end with the final answer in \\boxed{}, such as \\boxed{42}."
+    boxed = "Let's think step by step and output the final answer within \\boxed{}."  # paper section 2.1
     tagged = "Think step by step, and end with the final answer in <answer></answer>, such as <answer>42</answer>."
     fenced = "Write it in Python. End with the whole program in one block, such as\n```python\nprint(42)\n```"
     forms = {"math": boxed, "stem": boxed, "code": fenced, "puzzles": tagged}

@@ -60,7 +60,8 @@ def test_the_paper_s_numbers(model_folder: Path) -> None:
     assert [s.samples_per_prompt for s in stages] == [16, 16, 16, 16, 16, 32, 32, 16]
     assert [s.context_tokens for s in stages] == [8192] * 7 + [16384]
     assert [s.max_steps for s in stages] == [400, 300, 300, 200, 200, 300, 300, 200]
-    assert [s.unfinished_penalty for s in stages] == [0, 0, 0, 0.5, 0.5, 0.5, 0.5, 0.5]
+    assert [s.unfinished_factor for s in stages] == [1, 1, 1, 0.1, 0.1, 0.1, 0.1, 0.1]  # the authors' code
+    assert {s.unfinished_penalty for s in stages} == {0}
 
 
 def test_prorl_v2_is_as_nvidia_publishes_it() -> None:

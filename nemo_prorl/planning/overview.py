@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from nemo_prorl.data.prepared import missing_files, task_of
 from nemo_prorl.lifecycle.tolerances import engine_gap_alarm, kl_after_reset
 from nemo_prorl.planning.columns import columns
-from nemo_prorl.planning.plan import NAMES, PAPER_GPU_HOURS, Chain, PlannedStage
+from nemo_prorl.planning.plan import NAMES, PAPER_GPU_HOURS, RESET_BY, Chain, PlannedStage
 from nemo_prorl.planning.prompts import prompt_form
 from nemo_prorl.sizing.cores import Cores, engine_threads
 from nemo_prorl.sizing.memory import (
@@ -160,7 +160,7 @@ def _stage_table(chain: Chain) -> str:
         mark = ">" if stage.chosen else ""
         numbers = (stage.steps, stage.responses, stage.tokens_at_most, stage.tokens_estimated, stage.device_hours)
         memory = _bytes(stage.memory_needed)
-        reset = "yes" if stage.hard_reset else "no"
+        reset = ", ".join(filter(None, ("yes", RESET_BY.get(stage.name)))) if stage.hard_reset else "no"
         rows.append((mark, stage.name, reset, *map(_count, numbers), memory, _changes(stage)))
     if len(chain.stages) > 1:
         rows.append(("", "in all", "", *map(_count, chain.totals.values()), "", ""))

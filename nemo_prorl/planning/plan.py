@@ -24,12 +24,14 @@ from nemo_prorl.sizing.memory_check import check_memory
 
 PAPER_GPU_HOURS = 16_000  # GPU hours of the whole chain, on 4 x 8 H100 with 80 GB (arXiv 2507.12507)
 GROUP = "stage"
+# Who decided on the hard reset at the start of a stage: section 4.2 of the paper names those of runs 2, 6 and 7.
+RESET_BY = {f"run{k}": "paper" if k in (2, 6, 7) else "ours" for k in range(2, 9)}
 # Short names in the table for keys that usually change between stages; other changed keys appear in full.
 NAMES = {
     "data.tasks": "tasks",
     "trainer.grpo.samples_per_prompt": "n",
     "trainer.grpo.context_tokens": "context",
-    "trainer.grpo.unfinished_penalty": "penalty",
+    "trainer.grpo.unfinished_factor": "factor without eos",
 }
 # Changed keys that the table leaves out: they have their own columns, or follow from other keys.
 NO_CHANGE = (

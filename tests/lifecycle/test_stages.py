@@ -137,24 +137,25 @@ def test_stages_by_range_list_and_name() -> None:
 
 @pytest.mark.starts
 def test_each_stage_is_the_recipes() -> None:
-    """Paper section 4.2 and the budgets that recipe and README name: tasks, n, context, penalty, reset, steps."""
+    """Paper section 4.2 and the budgets that recipe and README name: tasks, n, context, factor without eos, reset, steps."""
     four, five = ["math", "code", "stem", "puzzles"], ["math", "code", "stem", "puzzles", "instructions"]
     wanted = {
-        "run1": (None, False, four, 16, 8192, 0.0, 400),
-        "run2": ("run1", True, four, 16, 8192, 0.0, 300),
-        "run3": ("run2", True, five, 16, 8192, 0.0, 300),
-        "run4": ("run3", True, five, 16, 8192, 0.5, 200),
-        "run5": ("run4", True, five, 16, 8192, 0.5, 200),
-        "run6": ("run5", True, five, 32, 8192, 0.5, 300),
-        "run7": ("run6", True, five, 32, 8192, 0.5, 300),
-        "run8": ("run7", True, five, 16, 16384, 0.5, 200),
+        "run1": (None, False, four, 16, 8192, 1.0, 400),
+        "run2": ("run1", True, four, 16, 8192, 1.0, 300),
+        "run3": ("run2", True, five, 16, 8192, 1.0, 300),
+        "run4": ("run3", True, five, 16, 8192, 0.1, 200),
+        "run5": ("run4", True, five, 16, 8192, 0.1, 200),
+        "run6": ("run5", True, five, 32, 8192, 0.1, 300),
+        "run7": ("run6", True, five, 32, 8192, 0.1, 300),
+        "run8": ("run7", True, five, 16, 16384, 0.1, 200),
     }
     for stage, values in wanted.items():
         paper = "pretrained_checkpoint.restore_from_path=null"
         cfg = settings.load(["cluster=h100_4x8", f"stage={stage}", paper])
         grpo, chain = cfg.trainer.grpo, cfg.chain
         found = (chain.after, chain.hard_reset, list(cfg.data.tasks), grpo.samples_per_prompt, grpo.context_tokens)
-        assert (*found, grpo.unfinished_penalty, grpo.max_steps) == values, stage
+        assert (*found, grpo.unfinished_factor, grpo.max_steps) == values, stage
+        assert (grpo.unfinished_penalty, cfg.trainer.resets.mode) == (0.0, "advise")
         assert grpo.prompts_per_step // grpo.updates_per_step == 64
         laptop = settings.load([f"stage={stage}"])
         assert laptop.trainer.grpo.max_steps == round(grpo.max_steps * 0.05)

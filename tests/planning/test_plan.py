@@ -55,12 +55,12 @@ def test_the_chain_is_the_papers() -> None:
     assert [s.hard_reset for s in chain.stages] == [False, *[True] * 7]
     assert [s.responses for s in chain.stages] == [s.steps * 256 * n for s, n in zip(chain.stages, N, strict=True)]
     changes = [s.changes for s in chain.stages]
-    tasks, n, context, penalty = p.NAMES
-    assert changes[0] == {tasks: ["math", "code", "stem", "puzzles"], n: 16, context: 8192, penalty: 0.0}
+    tasks, n, context, factor = p.NAMES
+    assert changes[0] == {tasks: ["math", "code", "stem", "puzzles"], n: 16, context: 8192, factor: 1.0}
     assert changes[1:] == [
         {},
         {tasks: ["math", "code", "stem", "puzzles", "instructions"]},
-        {penalty: 0.5},
+        {factor: 0.1},
         {},
         {n: 32},
         {},
@@ -71,6 +71,10 @@ def test_the_chain_is_the_papers() -> None:
     assert chain.totals["tokens_at_most"] == bound
     assert chain.totals["tokens_estimated"] is None
     assert chain.totals["device_hours"] is None  # nobody gave a throughput, so there is none
+    rows = overview.plan(settings.load([*H100, "stage=run3"]), chain).splitlines()
+    resets = [re.search(r"  (yes, \w+|no)  ", row) for row in rows if re.match(r"\W*run\d ", row)]
+    of_paper = ["no", "yes, paper", *["yes, ours"] * 3, *["yes, paper"] * 2, "yes, ours"]
+    assert [found[1] for found in resets if found] == of_paper
 
 
 N = [16, 16, 16, 16, 16, 32, 32, 16]

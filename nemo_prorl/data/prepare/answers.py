@@ -11,7 +11,7 @@ from typing import Any
 from nemo_prorl.data.prepare.drafts import Draft, Drop
 from nemo_prorl.data.prepare.rows import Row
 
-BOXED = "Think step by step, and put the final answer in \\boxed{}."
+BOXED = "Let's think step by step and output the final answer within \\boxed{}."  # paper section 2.1
 CHOICE = "Think step by step, and put the letter of the right option in \\boxed{}."
 
 _PROBLEM = ("problem", "question", "prompt", "Question")

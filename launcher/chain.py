@@ -2,9 +2,11 @@
 
 import argparse
 import contextlib
+import json
 import logging
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,10 +17,12 @@ from nemo_prorl.launcher import chain_slurm
 from nemo_prorl.launcher.chain_slurm import ChainStage
 from nemo_prorl.launcher.curves import OF_A_CHAIN, RunResults, draw
 from nemo_prorl.launcher.submission import CLUSTER
+from nemo_prorl.lifecycle.stages import begun_from, end_in_words
 from nemo_prorl.planning.columns import columns
 
 _log = logging.getLogger(__name__)
 
+_STOPPED = 75  # exit code
 _OWN = ("run_dir", "chain.start_from")  # overrides that apply to the chain or to its first stage only
 
 
@@ -26,9 +30,11 @@ def add_parser(commands: Any) -> None:
     """Add `launch` to the main command line."""
     text = "run several stages, each from the result of the one before, as Slurm jobs or here; repeat it to continue"
     parser = commands.add_parser("launch", help=text, description=text)
-    parser.add_argument(
-        "--stages", required=True, metavar="run1..run8", help="first and last stage, or a list: run1,run2"
-    )
+    stages = "first and last stage, or a list: run1,run2; default with --from: the stages after the checkpoint's"
+    parser.add_argument("--stages", metavar="run1..run8", help=stages)
+    start = "begin the first stage from this checkpoint of an earlier stage, which has been stopped; run_dir is then by"
+    start += " default the folder of that chain"
+    parser.add_argument("--from", dest="start", metavar="CHECKPOINT", type=Path, help=start)
     parser.add_argument("--here", action="store_true", help="run on this machine, without Slurm")
     parser.add_argument("--sbatch", metavar="FLAGS", help="flags of sbatch for every job, in quotes; default: none")
     parser.add_argument("--container-image", metavar="IMG", help="container image of each job; default: none")
@@ -46,6 +52,10 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: the arguments or a configuration are wrong; all stages are checked before the first starts.
     """
+    if args.start is not None:
+        _begin_from(args)
+    if args.stages is None:
+        raise ConfigError("--stages: expected run1..run8, or a part of it. Fix: name the stages, or --from CHECKPOINT")
     if not args.here:
         root = chain_slurm.project_root()
         folder, stages = read_chain(args.stages, args.overrides, root)
@@ -63,6 +73,71 @@ def run(args: argparse.Namespace) -> int:
 
 def _given(args: argparse.Namespace, key: str) -> bool:
     return getattr(args, key.replace("-", "_")) is not None
+
+
+def _begin_from(args: argparse.Namespace) -> None:
+    """Complete the arguments for `--from`: the stages, chain.start_from, and run_dir.
+
+    Raises:
+        ConfigError: it is not a checkpoint, its run is still active, or an argument says something else.
+    """
+    from nemo_prorl import settings
+
+    start: Path = args.start.absolute()
+    run = start.parent.parent
+    given = {word.partition("=")[0]: word.partition("=")[2] for word in args.overrides}
+    if "chain.start_from" in given:
+        raise ConfigError(f"--from {args.start}: is chain.start_from in short. Fix: give one of the two")
+    if start.suffix or not (start / "state.json").is_file():
+        raise ConfigError(f"--from {args.start}: expected a complete checkpoint: {_checkpoints(start)}")
+    of_run = settings.read_config(run / "config.yaml") if (run / "config.yaml").is_file() else None
+    if of_run is not None:
+        _check_ended(run, args.start)
+    if args.stages is None:
+        known = [name for name in settings.group_options(given.get("config_dir"))["stage"] if name != "none"]
+        if of_run is None or of_run.stage not in known[:-1]:
+            raise ConfigError(f"--from {args.start}: no stage follows its run. Fix: name the stages with --stages")
+        args.stages = f"{known[known.index(of_run.stage) + 1]}..{known[-1]}"
+    if "run_dir" not in given and of_run is not None and of_run.stage != "none":
+        args.overrides.append(f"run_dir={run.parent}")
+    args.overrides.append(f"chain.start_from={start}")
+
+
+def _checkpoints(folder: Path) -> str:
+    """Return the checkpoints in a run directory, with their held-out scores; otherwise the form of a path."""
+    from nemo_prorl.lifecycle.retention import complete, step_of
+
+    found = complete(folder / "checkpoints")
+    if not found:
+        return "a folder such as RUN/checkpoints/step-000100"
+    scores = json.loads((found[-1] / "state.json").read_text()).get("validation", {}).get("scores", {})
+    means = {int(step): score["all"]["mean"] for step, score in scores.items()}
+    named = [f"{p} (held-out {means[step_of(p)]:.3f})" if step_of(p) in means else str(p) for p in found]
+    return "one of " + ", ".join(named)
+
+
+def _check_ended(run: Path, given: Path) -> None:
+    """Raise ConfigError if the run is still active here or in Slurm: it might remove the checkpoint."""
+    from nemo_prorl.lifecycle.control import is_locked
+
+    record = chain_slurm.read_record(run.parent) if shutil.which("squeue") else None
+    if is_locked(run) or chain_slurm.live_jobs([run.name], record):
+        raise ConfigError(
+            f"--from {given}: the run in {run} is still active. Fix: prorl control {run} stop, then the same command"
+        )
+
+
+def _check_origin(run_dir: Path, given: str | None, last: str) -> None:
+    """Raise ConfigError if the run of a stage began from a checkpoint that the command does not name."""
+    from nemo_prorl import settings
+
+    if given is not None or not (run_dir / "config.yaml").is_file():
+        return
+    if (began := settings.read_config(run_dir / "config.yaml").chain.start_from) is not None:
+        raise ConfigError(
+            f"--stages: {run_dir.name} began from the checkpoint {began}, not from the end of the stage before."
+            f" Fix: continue from there, with chain.start_from={began} --stages {run_dir.name}..{last}"
+        )
 
 
 def read_chain(text: str, overrides: Sequence[str], root: Path | None = None) -> tuple[Path, list[ChainStage]]:
@@ -92,6 +167,7 @@ def read_chain(text: str, overrides: Sequence[str], root: Path | None = None) ->
     with contextlib.chdir(root or Path.cwd()):
         for name in names:
             words = [f"run_dir={folder / name}", *rest, *(first if name == names[0] else [])]
+            _check_origin(folder / name, start if name == names[0] else None, names[-1])
             stages.append(ChainStage(name, words, settings.load_run([f"stage={name}", *default, *words])))
     return folder, stages
 
@@ -104,10 +180,13 @@ def _run_here(folder: Path, stages: Sequence[ChainStage], dry_run: bool) -> int:
         if dry_run:
             sys.stdout.write(f"prorl train {shlex.join([f'stage={stage.name}', *stage.overrides])}\n")
             continue
+        chain_slurm.tell_of_a_stop(stage)
         _log.info("stage %s, %d of %d, in %s", stage.name, place, len(stages), stage.run_dir)
         code: int = job.run(stage.cfg, settings.resolved_yaml(stage.cfg))
         if code:
-            _log.error("stage %s ended with exit code %d; repeat the command to continue from there", stage.name, code)
+            text = "stage %s ended with exit code %d; repeat the command to continue from there%s"
+            instead = ", or begin the next stage with --from CHECKPOINT" if code == _STOPPED else ""
+            _log.error(text, stage.name, code, instead)
             return code
     if not dry_run:
         print_results(folder, [stage.name for stage in stages])
@@ -133,19 +212,32 @@ def stage_names(text: str, known: Sequence[str]) -> list[str]:
 
 
 def print_results(folder: Path, names: Sequence[str]) -> None:
-    """Print the results of the stages as a table and draw FOLDER/curves.png."""
+    """Print the results of the chain's stages as a table and draw FOLDER/curves.png.
+
+    Args:
+        names: stages that have just ended; stages of the same folder that ended before are shown, too.
+    """
     import yaml
 
-    runs = {name: RunResults(folder / name) for name in names}
-    rows = [("stage", "steps", "n", "tasks", "held-out before", "after", "entropy", "KL", "tokens", "hard resets")]
+    from nemo_prorl import settings
+    from nemo_prorl.lifecycle.records import Journal
+
+    known = [*settings.group_options()["stage"], *names]
+    shown = [n for n in dict.fromkeys(known) if n in names or (folder / n / "summary.json").is_file()]
+    runs = {name: RunResults(folder / name) for name in shown}
+    head = ("stage", "steps", "from", "ended", "n", "tasks", "held-out before", "after", "entropy", "KL", "tokens")
+    rows = [(*head, "hard resets")]
     for name, run in runs.items():
         config = yaml.safe_load((folder / name / "config.yaml").read_text())
+        events = Journal(folder / name, writes=False).events()
         heldout, metrics = run.summary["heldout"], run.metrics
         tasks = {key.removeprefix("reward/") for line in metrics for key in line if key.startswith("reward/")}
         rows.append(
             (
                 name,
-                str(run.summary["step"]),
+                f"{run.summary['step']} of {config['trainer']['grpo']['max_steps']}",
+                begun_from(events) or "model",
+                end_in_words(events),
                 str(config["trainer"]["grpo"]["samples_per_prompt"]),
                 " ".join(sorted(tasks - {"all", "shaped"})),
                 f"{heldout['before']:.3f}" if heldout else "-",

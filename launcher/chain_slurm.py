@@ -112,6 +112,8 @@ def launch(root: Path, folder: Path, stages: Sequence[ChainStage], args: argpars
             _log.info("stage %s is finished and skipped: %s", stage.name, stage.run_dir)
     todo = [stage for stage in stages if not stage.finished]
     _check_beginnings(todo)
+    for stage in todo:
+        tell_of_a_stop(stage)
     if Path.cwd() != root:
         _log.info("jobs start in %s: relative paths in overrides start there", root)
     if args.dry_run:
@@ -133,6 +135,23 @@ def launch(root: Path, folder: Path, stages: Sequence[ChainStage], args: argpars
             entries.setdefault(stage.name, new)["max_steps"] = most
         _submit(how, todo, {"command": _as_given(args), "time": time.time(), "stages": list(entries.values())}, held)
     sys.stdout.write(f"state of the chain: prorl status {shlex.quote(str(folder))}\n")
+
+
+def tell_of_a_stop(stage: ChainStage) -> None:
+    """Warn that an unfinished stage, which somebody stopped with `prorl control`, is now continued."""
+    from nemo_prorl.lifecycle.records import last_lines
+    from nemo_prorl.lifecycle.stages import last_end, stop_requested
+
+    events = last_lines(stage.run_dir / "journal.jsonl")
+    if not stage.finished and (who := stop_requested(events)):
+        _log.warning(
+            "stage %s, which %s stopped after step %d, is continued. To begin the next stage from one of its"
+            " checkpoints instead: prorl launch --from %s/checkpoints/step-N",
+            stage.name,
+            who,
+            (last_end(events) or {}).get("step", 0),
+            stage.run_dir,
+        )
 
 
 def _submit(how: _Launch, todo: Sequence[ChainStage], record: ChainRecord, held: ChainRecord | None) -> None:
@@ -219,14 +238,19 @@ def _check_beginnings(todo: Sequence[ChainStage]) -> None:
 
 def _refuse_those_at_work(todo: Sequence[ChainStage], record: ChainRecord | None) -> None:
     """Raise ConfigError if the Slurm job of a stage is waiting or running."""
-    names = [stage.name for stage in todo]
-    jobs = {e["job"]: e["stage"] for e in (record["stages"] if record else []) if e["job"] and e["stage"] in names}
-    states = queued(list(jobs)) if jobs else {}
-    if live := [job for job in jobs if job in states and states[job].state not in _OVER]:
+    if live := live_jobs([stage.name for stage in todo], record):
+        job, (stage, state) = next(iter(live.items()))
         raise ConfigError(
-            f"--stages: {jobs[live[0]]} is already submitted: its job {live[0]} is {states[live[0]].state}."
+            f"--stages: {stage} is already submitted: its job {job} is {state}."
             f" Fix: wait for its end, or cancel it first: scancel {' '.join(live)}"
         )
+
+
+def live_jobs(names: Sequence[str], record: ChainRecord | None) -> dict[str, tuple[str, str]]:
+    """Return {id: (stage, state)} of the Slurm jobs of these stages that wait or run."""
+    jobs = {e["job"]: e["stage"] for e in (record["stages"] if record else []) if e["job"] and e["stage"] in names}
+    states = queued(list(jobs)) if jobs else {}
+    return {j: (stage, states[j].state) for j, stage in jobs.items() if j in states and states[j].state not in _OVER}
 
 
 def _rehearsal(how: _Launch, todo: Sequence[ChainStage]) -> str:

@@ -378,6 +378,19 @@ def test_every_configuration_key_exists() -> None:
     assert [(page, key) for page, key in keys if not is_key(key)] == []
 
 
+def test_every_choice_names_a_key_or_that_there_is_none() -> None:
+    """The last column of the tables of docs/explanation/choices.md; the table of precisions has none."""
+    rows = re.findall(r"^\|(?! *-)(.+)\|$", (DOCS / "explanation" / "choices.md").read_text(), re.M)
+    keys = [
+        row.split("|")[-1].strip()
+        for row in rows
+        if not row.startswith((" precision ", " float32 ", " 16 bits ", " FP8 "))
+    ]
+    keys = [key for key in keys if key != "key"]
+    assert len(keys) > 25
+    assert [key for key in keys if key != "none" and not all(map(is_key, re.findall(r"`([^`]+)`", key) or [key]))] == []
+
+
 @pytest.mark.starts
 def test_overrides_in_the_tables_are_accepted() -> None:
     """Every `key=value` of two pages, each by itself, as a user would try it."""

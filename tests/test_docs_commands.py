@@ -30,7 +30,7 @@ from tests.conftest import ROOT
 from tests.data.preparing import SUMS, TEST, touch_prepared, write
 from tests.data.test_prepare_judge import MODEL, Judge, pairs
 from tests.evaluation.test_evaluate import Address
-from tests.launcher.test_chain import Slurm
+from tests.launcher.test_chain import Slurm, finish
 from tests.policy.models import MODELS, QWEN2, write_model
 from tests.report.made import evaluation, make_run
 from tests.rewards.test_scaffold import COMMANDS as OF_THE_PLUGIN_PAGE
@@ -210,6 +210,10 @@ def done(words: Words) -> None:
 def test_what_would_be_run_is_told(words: Words, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prepared(place)
     dry = ["--dry-run"] if words[1] == "train" or "--here" in words else []
+    if "--from" in words:
+        checkpoint = Path(words[words.index("--from") + 1])
+        finish(checkpoint.parents[2], "run3")
+        (checkpoint.parent / "step-000020").rename(checkpoint)
     there = [f"data.folder={place / 'prepared'}"] if words[1] == "launch" else []  # jobs start in the project's folder
     done([*with_model(words, place)[1:], *there, *dry])
     assert len(capsys.readouterr().out) > 100
@@ -462,7 +466,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
             return metrics.exists() and metrics.stat().st_size > 0
 
         Deadline(600, "the first step").wait_until(begun, every=0.2)
-        asked = of_way("prorl control")
+        asked = [words for words in of_way("prorl control") if words[2] == "runs/laptop"]
         assert [words[3] for words in asked] == ["validate", "checkpoint", "stop"]
         for words in asked:
             made.run(words)  # 0: the run says that it is done

@@ -281,6 +281,15 @@ def test_an_automatic_reset_on_two_ranks_survives_a_kill(root: Path, undisturbed
 
 
 @pytest.mark.slow
+def test_an_advised_run_computes_what_a_manual_one_does(root: Path, undisturbed: Path) -> None:
+    job = Job(root, undisturbed.with_name("advised"), "trainer.resets.mode=advise")
+    assert job.wait() == 0, job.text()
+    assert [without_time(m) for m in metrics_of(job.run_dir)] == [without_time(m) for m in metrics_of(undisturbed)]
+    ends = [json.loads((run / "summary.json").read_text()) for run in (job.run_dir, undisturbed)]
+    assert ends[0]["weights_sha256"] == ends[1]["weights_sha256"]
+
+
+@pytest.mark.slow
 def test_a_warm_up_alone(root: Path, tmp_path: Path) -> None:
     job = Job(root, tmp_path / "run", command="warmup")
     assert job.wait() == 0, job.text()

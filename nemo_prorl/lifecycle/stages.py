@@ -5,8 +5,9 @@
 
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,47 @@ def _finished(run_dir: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return summary if summary["finished"] else None
+
+
+def begun_from(events: Iterable[Mapping[str, Any]]) -> str | None:
+    """Return the checkpoint from which a stage began, such as `run3, step 180`; None if it began with a model.
+
+    Args:
+        events: the lines of its journal.jsonl.
+    """
+    starts = (e["start_from"] for e in events if e["event"] in ("start", "resume") and e.get("start_from"))
+    if (checkpoint := next((str(path) for path in starts), None)) is None:
+        return None
+    if match := re.fullmatch(r"(?:.*/)?([^/]+)/checkpoints/step-(\d{1,15})/?", checkpoint):
+        return f"{match[1]}, step {int(match[2])}"
+    return "/".join(checkpoint.split("/")[-3:])
+
+
+def last_end(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Return the event with which the last process of a run ended; None if it still runs or was killed."""
+    kinds = ("start", "resume", "stop", "failure", "finish")
+    last = next((event for event in reversed(events) if event["event"] in kinds), None)
+    return None if last is None or last["event"] in ("start", "resume") else last
+
+
+def stop_requested(events: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return who stopped the run with `prorl control`, as user@host; None if its last process did not end so."""
+    end = last_end(events)
+    if end is None or end["event"] != "stop":
+        return None
+    for event in reversed(events):
+        if event["event"] == "control" and f"control {event.get('request')}" in str(end.get("reason")):
+            return f"{event.get('user')}@{event.get('host')}"
+    return None
+
+
+def end_in_words(events: Sequence[Mapping[str, Any]]) -> str:
+    """Return `done`, `stopped by USER@HOST` (with `prorl control`), `stopped`, `failed` or `not ended`."""
+    end = last_end(events)
+    if who := stop_requested(events):
+        return f"stopped by {who}"
+    words = {"finish": "done", "stop": "stopped", "failure": "failed"}
+    return "not ended" if end is None else words[end["event"]]
 
 
 def take_over_model(source: Path, folder: Path) -> None:

@@ -17,7 +17,8 @@ SAMPLES = 400
 
 def add_parser(commands: Any) -> None:
     """Add `report` to the main command line."""
-    text = "write one HTML file with a run, a chain of stages, or several of them side by side; needs no network"
+    text = "write one HTML file with a run, a chain of stages, or several of them side by side; needs no network; print"
+    text += " the diary of a chain"
     parser = commands.add_parser("report", help=text, description=text)
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run directory, or folder of a chain")
     where = "file to write; default: report.html in the run directory, for several runs in this folder"
@@ -56,7 +57,13 @@ def run(args: argparse.Namespace) -> int:
         return serve(args.runs, args.evaluation, args.samples, 8642 if args.port is None else args.port)
     if args.port is not None:
         raise ConfigError(f"--port {args.port}: expected together with --serve")
-    sys.stdout.write(f"{write(args.runs, args.evaluation, args.samples, args.out)}\n")
+    written = write(args.runs, args.evaluation, args.samples, args.out)
+    from nemo_prorl.report.diary import diary_text
+    from nemo_prorl.report.read import read_curves
+
+    for curve in read_curves(args.runs):
+        sys.stdout.write(diary_text(curve))
+    sys.stdout.write(f"{written}\n")
     return 0
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_prorl.report import evaluation, samples, series, tables
+from nemo_prorl.report.diary import diary
 from nemo_prorl.report.forecast import forecast_text
 from nemo_prorl.report.outcome import outcome
 from nemo_prorl.report.probe import probe
@@ -53,6 +54,7 @@ def _curve(curve: Curve, points: int, limit: int) -> dict[str, Any]:
         "benchmarks": series.benchmarks(curve, points),
         "marks": series.marks(curve),
         "stages": tables.stage_rows(curve),
+        "diary": diary(curve),
         "configuration": tables.configuration(curve.runs[0]),
         "phases": tables.phases(curve),
         "events": tables.events(curve),

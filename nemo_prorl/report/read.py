@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from nemo_prorl.errors import ConfigError
+from nemo_prorl.lifecycle.stages import last_end
 
 _SIGNS = ("config.yaml", "metrics.jsonl", "journal.jsonl")  # any of them makes a folder a run directory
 _MAX_PROBLEMS = 12  # problems of a file that are listed one by one
@@ -50,9 +51,8 @@ class RunRecord:
     @property
     def ending(self) -> dict[str, Any] | None:
         """Return the event with which the last process of the run ended; None if it still runs or was killed."""
-        kinds = ("start", "resume", "stop", "failure", "finish")
-        last = next((event for event in reversed(self.events) if event["event"] in kinds), None)
-        return None if last is None or last["event"] in ("start", "resume") else last
+        end = last_end(self.events)
+        return None if end is None else dict(end)
 
     def counted(self, kind: str) -> list[dict[str, Any]]:
         """Return the events of one kind that have a step, except events of steps that a resume discarded."""

@@ -15,11 +15,13 @@ from nemo_prorl.launcher.formats import ChainRecord
 from nemo_prorl.lifecycle.bottleneck import bottleneck
 from nemo_prorl.lifecycle.control import is_locked
 from nemo_prorl.lifecycle.retention import complete
+from nemo_prorl.lifecycle.stages import begun_from, end_in_words, stop_requested
 from nemo_prorl.planning.columns import columns
-from nemo_prorl.report.read import RunRecord, number, read_run
+from nemo_prorl.report.read import RunRecord, number, read_run, run_folders
 
 _log = logging.getLogger(__name__)
 
+_AT_WORK = ("RUNNING", "COMPLETING", "SUSPENDED")  # states of Slurm
 _UNKNOWN = JobState("-", "")  # no Slurm, or never submitted
 _RECENT = 10  # steps that the bottleneck is computed from
 _ALIVE_S = 300.0  # a run writes a sample of its memory more often than this
@@ -27,15 +29,28 @@ _ALARM_LENGTH = 60  # characters of an alarm in a chain's table
 
 
 def status(folder: Path, as_json: bool = False) -> str:
-    """Return the table of a chain if `folder` has a chain.json, otherwise the table of a run.
+    """Return the table of a chain if `folder` has a chain.json or stages, otherwise the table of a run.
 
     Raises ConfigError if it has neither.
     """
-    if (record := read_record(folder)) is not None:
+    if (record := read_record(folder) or _of_stages(folder)) is not None:
         chain = chain_state(folder, record)
         return json.dumps(chain, indent=1) + "\n" if as_json else _chain_table(chain)
     run = run_state(folder)
     return json.dumps(run, indent=1) + "\n" if as_json else _run_table(run)
+
+
+def _of_stages(folder: Path) -> ChainRecord | None:
+    """Return the record of a chain that ran without Slurm: the stages in the folder; None if it has none."""
+    try:
+        stages, is_chain = run_folders(folder)
+    except ConfigError:
+        return None
+    stages = [stage for stage in stages if (stage / "config.yaml").is_file()]
+    if not is_chain or not stages:
+        return None
+    alone: dict[str, Any] = {"job": None, "command": None, "time": None, "max_steps": 0}
+    return {"command": [], "time": 0.0, "stages": [{"stage": stage.name, **alone} for stage in stages]}  # type: ignore[typeddict-item]
 
 
 # --- a run -----------------------------------------------------------------------------------------------------------
@@ -61,6 +76,8 @@ def run_state(run_dir: Path) -> dict[str, Any]:
         "step": run.last_step,
         "max_steps": run.setting("trainer.grpo.max_steps"),
         "finished": run.summary.get("finished", False),
+        "from": begun_from(run.events),
+        "ended": "running" if state == "running" else _ended(run),
         "checkpoint": checkpoints[-1].name if checkpoints else None,
         "heldout": {key: heldout[key] for key in ("before", "after")} if heldout else None,
         "metrics": run.metrics[-1] if run.metrics else {},
@@ -69,6 +86,10 @@ def run_state(run_dir: Path) -> dict[str, Any]:
         "alarm": next((event for event in reversed(run.events) if event["event"] == "alarm"), None),
         **_launches(run),
     }
+
+
+def _ended(run: RunRecord) -> str:
+    return "done" if run.summary.get("finished") is True else end_in_words(run.events)
 
 
 def _state(run: RunRecord, locked: bool, resumes: str) -> tuple[str, str]:
@@ -99,6 +120,8 @@ def _state(run: RunRecord, locked: bool, resumes: str) -> tuple[str, str]:
         return "finished", f"not running: finished {after}"
     if end["event"] == "stop":
         reason = str(end.get("reason", "no reason")).partition("; the same command")[0]
+        if who := stop_requested(run.events):
+            reason = f"by {who} with prorl control"
         return "stopped", f"not running: stopped {after} ({reason}); {resumes}"
     return "failed", f"not running: failed {after}: {end.get('reason', 'no reason')}"
 
@@ -204,9 +227,12 @@ def chain_state(folder: Path, record: ChainRecord) -> dict[str, Any]:
         state = states.get(entry["job"] or "", _UNKNOWN)
         run_dir = folder / entry["stage"]
         unstarted = {"step": 0, "max_steps": entry["max_steps"], "finished": False, "heldout": None, "alarm": None}
+        unstarted |= {"from": None, "ended": None}
         started = (run_dir / "config.yaml").is_file()
         run = run_state(run_dir) if started else unstarted | _launches(read_run(run_dir))
         shown = {key: run[key] for key in (*unstarted, "attempts", "launch", "end")}
+        if state.state in _AT_WORK:  # the journal may say how an earlier start ended
+            shown["ended"] = "running"
         stages.append(
             {"stage": entry["stage"], "job": entry["job"], "state": state.state, "reason": state.reason} | shown
         )
@@ -214,7 +240,20 @@ def chain_state(folder: Path, record: ChainRecord) -> dict[str, Any]:
 
 
 def _chain_table(chain: dict[str, Any]) -> str:
-    rows = [("stage", "job", "state", "reason", "step", "attempts", "last end", "held-out", "last alarm")]
+    head = (
+        "stage",
+        "job",
+        "state",
+        "reason",
+        "step",
+        "from",
+        "ended",
+        "attempts",
+        "last end",
+        "held-out",
+        "last alarm",
+    )
+    rows = [head]
     for stage in chain["stages"]:
         heldout, alarm, end = stage["heldout"], stage["alarm"], stage["end"]
         last = f"step {alarm['step']}: {alarm['what']}" if alarm else "-"
@@ -225,6 +264,8 @@ def _chain_table(chain: dict[str, Any]) -> str:
                 stage["state"],
                 stage["reason"] or "-",
                 _step(stage),
+                stage["from"] or "-",
+                stage["ended"] or "-",
                 str(stage["attempts"]),
                 end["what"] if end else "-",
                 f"{heldout['before']:.3f} -> {heldout['after']:.3f}" if heldout else "-",

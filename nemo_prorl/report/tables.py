@@ -1,11 +1,11 @@
 """Tables of the report: settings and results of each run, events, time by phase, and differences between runs."""
 
 import json
-import re
 import shlex
 from typing import Any
 
 from nemo_prorl.lifecycle.bottleneck import bottleneck
+from nemo_prorl.lifecycle.stages import begun_from
 from nemo_prorl.report.read import Curve, RunRecord, number, part_of, step_of
 from nemo_prorl.report.samples import cut
 from nemo_prorl.report.series import keys_of, rounded
@@ -31,7 +31,7 @@ _PLACES = (
 
 def stage_rows(curve: Curve) -> list[dict[str, Any]]:
     """Return a row with settings and results for each run directory of a curve."""
-    return [_row(run, _changes(curve.runs[k - 1], run) if k else {}) for k, run in enumerate(curve.runs)]
+    return [_row(run, changes_between(curve.runs[k - 1], run) if k else {}) for k, run in enumerate(curve.runs)]
 
 
 def _row(run: RunRecord, changes: dict[str, str]) -> dict[str, Any]:
@@ -39,7 +39,6 @@ def _row(run: RunRecord, changes: dict[str, str]) -> dict[str, Any]:
     starts = [event for event in run.events if event["event"] in ("start", "resume")]
     ending = run.ending or {}
     is_failed = ending.get("event") == "failure"
-    origin = next((str(e["start_from"]) for e in starts if e.get("start_from")), None)
     times = [t for event in run.events if (t := number(event.get("time"))) is not None]
     return {
         "name": run.name,
@@ -49,7 +48,7 @@ def _row(run: RunRecord, changes: dict[str, str]) -> dict[str, Any]:
         "stopped": ending.get("event") == "stop",
         "failed": f"after step {ending.get('step')}: {ending.get('reason')}"[:_TEXT] if is_failed else "",
         "starts": len(starts),
-        "from": _origin(origin) if origin else None,
+        "from": begun_from(run.events),
         "began": min(times, default=None),
         "seconds": _sum(run, "time/step"),
         "tokens": _sum(run, "rollout/generated_tokens"),
@@ -62,13 +61,6 @@ def _row(run: RunRecord, changes: dict[str, str]) -> dict[str, Any]:
 def _sum(run: RunRecord, key: str) -> float:
     """Return the sum of a metric over all steps; values that are not finite count as 0."""
     return number(sum(number(line.get(key)) or 0.0 for line in run.metrics)) or 0.0
-
-
-def _origin(checkpoint: str) -> str:
-    """Return `run1, step 20` for .../run1/checkpoints/step-000020, and the last three parts of any other path."""
-    if match := re.fullmatch(r"(?:.*/)?([^/]+)/checkpoints/step-(\d{1,15})/?", checkpoint):
-        return f"{match[1]}, step {int(match[2])}"
-    return "/".join(checkpoint.split("/")[-3:])
 
 
 def _flat(config: dict[str, Any], prefix: str = "", named: bool = True) -> dict[str, str]:
@@ -92,7 +84,7 @@ def _flat(config: dict[str, Any], prefix: str = "", named: bool = True) -> dict[
     return found
 
 
-def _changes(before: RunRecord, after: RunRecord) -> dict[str, str]:
+def changes_between(before: RunRecord, after: RunRecord) -> dict[str, str]:
     """Return {key: "old value → new value"} of at most 40 settings in which `after` differs from `before`."""
     if not before.config or not after.config:
         return {}

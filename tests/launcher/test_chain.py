@@ -394,11 +394,12 @@ def test_a_chains_status_has_a_row_a_stage(slurm: Slurm, chain_folder: Path, cap
     capsys.readouterr()
     assert cli.main(["status", "chain"]) == 0
     alarm = "step 9: plateau: on and on and on and on and on and on and on and on and on and on and on and on and on"
+    two = ["run2", "18", "RUNNING", "-", "23 of 300", "-", "running"]
     assert rows_of(capsys.readouterr().out) == [
-        ["stage", "job", "state", "reason", "step", "attempts", "last end", "held-out", "last alarm"],
-        ["run1", "17", "COMPLETED", "-", "20 of 20, finished", "0", "-", "0.109 -> 0.299", "-"],
-        ["run2", "18", "RUNNING", "-", "23 of 300", "2", "trainer-2 ended with status -9", "-", alarm[:57] + "..."],
-        ["run3", "19", "PENDING", "Dependency", "0 of 15", "0", "-", "-", "-"],
+        ["stage", "job", "state", "reason", "step", "from", "ended", "attempts", "last end", "held-out", "last alarm"],
+        ["run1", "17", "COMPLETED", "-", "20 of 20, finished", "-", "done", "0", "-", "0.109 -> 0.299", "-"],
+        [*two, "2", "trainer-2 ended with status -9", "-", alarm[:57] + "..."],
+        ["run3", "19", "PENDING", "Dependency", "0 of 15", "-", "-", "0", "-", "-", "-"],
     ]
 
 

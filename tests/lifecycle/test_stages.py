@@ -137,7 +137,7 @@ def test_stages_by_range_list_and_name() -> None:
 
 @pytest.mark.starts
 def test_each_stage_is_the_recipes() -> None:
-    """Paper section 4.2 and the budgets that recipe and README name: tasks, n, context, factor without eos, reset, steps."""
+    """Paper section 4.2, and budgets of ours: tasks, n, context, factor without eos, reset, steps; rules advise."""
     four, five = ["math", "code", "stem", "puzzles"], ["math", "code", "stem", "puzzles", "instructions"]
     wanted = {
         "run1": (None, False, four, 16, 8192, 1.0, 400),

@@ -43,6 +43,7 @@ class Report {
     this.buildComparison();
     this.facts = el("div");
     this.section("runs", "Runs", "", this.facts);
+    this.diarySection = this.section("diary", "Diary", "For each stage: what changed, why it ended, and what its signals said.", this.diary = el("div"));
     this.charts("rewards", "Shaped rewards", "", REWARDS);
     this.charts("signal", "Signal for learning", "", SIGNAL);
     this.charts("length-truncation", "Length and truncation", "", LENGTH);
@@ -134,6 +135,7 @@ class Report {
   /** What depends on the chosen run. */
   show() {
     this.showOutcome();
+    this.showDiary();
     updatePanels(this.panels, this.curve);
     this.showConfiguration();
     this.showPhases();
@@ -158,6 +160,12 @@ class Report {
     if (problems.length) nodes.push(el("details", { open: problems.length <= 5 }, el("summary", {}, `${problems.length} ${problems.length === 1 ? "thing" : "things"} could not be read`), el("ul", {}, problems.map((text) => el("li", {}, visible(text))))));
     if (this.data.curves.some((curve) => curve.bucket > 1)) nodes.push(el("p", { class: "note" }, "Long runs are drawn with fewer points: each is the mean of several steps, and its band is their range, so that no spike is hidden. First, last, minimum and maximum values in tables are of single steps."));
     this.facts.replaceChildren(...nodes);
+  }
+
+  showDiary() {
+    const { diary } = this.curve;
+    this.diarySection.hidden = !diary.length;
+    this.diary.replaceChildren(...diary.map(({ stage, rows }) => table(stage, ["what", "in this stage"], rows.map(([title, text]) => [{ text: title, head: true }, { text, wrap: true }]))));
   }
 
   showComparison() {

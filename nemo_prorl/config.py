@@ -179,6 +179,7 @@ class ResetRulesConfig:
     kl_min: float = key(0.001, "KL spike: smallest KL that counts, nats per token", least=0)
     kl_sigma: float = key(5.0, "KL spike: threshold in standard deviations above the median", least=0)
     kl_steps: int = key(30, "KL spike: number of preceding steps for the median", least=13)
+    kl_high: float = key(5.0, "advice: mean KL of 10 steps, nats per token", above=0)
     truncation_rise: float = key(
         0.1, "advice: rise of the share of cut-off responses above its lowest 10 steps", least=0, most=1
     )

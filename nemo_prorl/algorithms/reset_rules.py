@@ -23,7 +23,7 @@ from typing import Any
 from nemo_prorl.config import ResetRulesConfig
 
 ASKING = ("validation_drop", "plateau", "kl_spike")  # rules that may ask for a reset
-ADVISING = ("truncation", "length", "entropy")
+ADVISING = ("truncation", "length", "entropy", "kl_high")
 LEAST_DIFFERENCES = 12  # with fewer differences, their scatter is not used
 LEAST_BASELINE = 4  # evaluations
 SCATTER_POINTS = 100
@@ -80,7 +80,7 @@ class History:
         for name, value in (standard_errors or {}).items():
             if math.isfinite(value):
                 self.errors.setdefault(f"validation/{name}", {})[self.step] = value
-        for key in ("rollout/truncated", "rollout/response_tokens", "entropy"):
+        for key in ("rollout/truncated", "rollout/response_tokens", "entropy", "kl"):
             if key in numbers:
                 self._to_block(key, numbers[key])
 
@@ -300,10 +300,10 @@ def _kl_spike(history: History, rules: ResetRulesConfig) -> list[Finding]:
 
 
 def _advice(history: History, rules: ResetRulesConfig) -> list[Finding]:
-    """Find responses cut off more often or grown long (paper sec. 4.2, run 3), and collapsed entropy (sec. 3.2.1).
+    """Find responses cut off more often or grown long (paper sec. 4.2, run 3), collapsed entropy (sec. 3.2.1), large KL.
 
     The means over blocks of 10 steps are compared: the last block's truncation (by difference) and length (by ratio)
-    with the run's lowest, its entropy (by ratio) with the run's highest.
+    with the run's lowest, its entropy (by ratio) with the run's highest, and its KL with a fixed limit.
     """
     found = []
 
@@ -311,10 +311,13 @@ def _advice(history: History, rules: ResetRulesConfig) -> list[Finding]:
         found.append(Finding(rule, history.step, key, seen, threshold, False, what))
 
     for key, blocks in history.blocks.items():
-        if len(blocks) < 2 or len(history.open_block[key]) != BLOCK_STEPS:
+        if len(history.open_block[key]) != BLOCK_STEPS:
             continue
-        now, low, high = blocks[-1], min(blocks), max(blocks)
-        if key == "rollout/truncated" and now - low > rules.truncation_rise:
+        now, low, high = blocks[-1], min(blocks), max(blocks)  # with a single block the three are equal
+        if key == "kl" and now > rules.kl_high:
+            what = f"KL to the reference is {now:.3g} nats per token, the mean of 10 steps (> {rules.kl_high:g})"
+            tell("kl_high", key, now, rules.kl_high, what)
+        elif key == "rollout/truncated" and now - low > rules.truncation_rise:
             what = f"{now:.1%} of the responses are cut off; it was {low:.1%} (> {rules.truncation_rise:.1%} more)"
             tell("truncation", key, now - low, rules.truncation_rise, what)
         elif key == "rollout/response_tokens" and now > rules.length_factor * low > 0.0:

@@ -252,6 +252,15 @@ def test_order_is_drop_by_name_plateau_kl_advice() -> None:
     ]
 
 
+def test_a_kl_that_is_high_from_the_start_is_told() -> None:
+    """It jumps between 4.5 and 63 from step to step, so it is never a spike."""
+    lines = [{"step": s, "kl": 4.5 if s % 2 else 63.0} for s in range(1, 31)]
+    assert told(lines, RULES) == [("kl_high", 10, "kl")]
+    [found] = replay(lines, RULES)
+    assert (found.seen, found.asks) == (pytest.approx(33.75), False)
+    assert told([{"step": s, "kl": 4.9} for s in range(1, 31)], RULES) == []
+
+
 def test_rules_that_are_not_to_ask_advise() -> None:
     lines = scores([0.5] * 8 + [0.2, 0.2])
     [found] = replay(lines, replace(DROP, asks=["plateau"]), errors(lines, "math"), act=True)

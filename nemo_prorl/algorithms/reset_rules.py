@@ -300,7 +300,7 @@ def _kl_spike(history: History, rules: ResetRulesConfig) -> list[Finding]:
 
 
 def _advice(history: History, rules: ResetRulesConfig) -> list[Finding]:
-    """Find responses cut off more often or grown long (paper sec. 4.2, run 3), collapsed entropy (sec. 3.2.1), large KL.
+    """Find longer or more often cut off responses (paper sec. 4.2, run 3), collapsed entropy (sec. 3.2.1), a large KL.
 
     The means over blocks of 10 steps are compared: the last block's truncation (by difference) and length (by ratio)
     with the run's lowest, its entropy (by ratio) with the run's highest, and its KL with a fixed limit.

@@ -11,7 +11,7 @@ from typing import Any
 
 from nemo_prorl.errors import ConfigError, UnfitMachine
 from nemo_prorl.launcher.chain_slurm import JobState, job_states, read_record
-from nemo_prorl.launcher.formats import ChainRecord
+from nemo_prorl.launcher.formats import ChainEntry, ChainRecord
 from nemo_prorl.lifecycle.bottleneck import bottleneck
 from nemo_prorl.lifecycle.control import is_locked
 from nemo_prorl.lifecycle.retention import complete
@@ -49,8 +49,10 @@ def _of_stages(folder: Path) -> ChainRecord | None:
     stages = [stage for stage in stages if (stage / "config.yaml").is_file()]
     if not is_chain or not stages:
         return None
-    alone: dict[str, Any] = {"job": None, "command": None, "time": None, "max_steps": 0}
-    return {"command": [], "time": 0.0, "stages": [{"stage": stage.name, **alone} for stage in stages]}  # type: ignore[typeddict-item]
+    entries: list[ChainEntry] = [
+        {"stage": stage.name, "job": None, "command": None, "time": None, "max_steps": 0} for stage in stages
+    ]
+    return {"command": [], "time": 0.0, "stages": entries}
 
 
 # --- a run -----------------------------------------------------------------------------------------------------------

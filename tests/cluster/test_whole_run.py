@@ -128,3 +128,37 @@ def test_a_chain_of_three_stages_goes_through_a_requeue_unattended(tmp_path: Pat
     assert [stage["finished"] for stage in told["stages"]] == [True] * 3
     weights = [json.loads((folder / name / "summary.json").read_text())["weights_sha256"] for name in ("run1", "run2")]
     assert [events_of(folder / name)[0].get("weights_sha256") for name in ("run2", "run3")] == weights
+
+
+@pytest.mark.slow
+def test_a_stopped_stage_hands_over_to_the_next_at_a_checkpoint(tmp_path: Path, root: Path) -> None:
+    """run3 is stopped on purpose, so Slurm cancels run4; `launch --from` submits it again."""
+    unless_there_is_no_slurm()
+    folder, prorl = tmp_path / "chain", str(Path(sys.executable).with_name("prorl"))
+    flags = f"--nodes=1 --gpus-per-node=0 --mem=0 --output={tmp_path}/%x-%j.log"
+    words = ["cluster=slurm_dev", "data=domains", "trainer.num_nodes=1", "rollout.engines=1", "rollout.max_num_seqs=64"]
+    words += ["trainer.grpo.prompts_per_step=8", "trainer.grpo.samples_per_prompt=8", "trainer.warmup.steps=40"]
+    words += ["trainer.grpo.checkpoint_every=1"]
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+
+    def jobs() -> dict[str, int]:
+        return {one["stage"]: int(one["job"]) for one in json.loads((folder / "chain.json").read_text())["stages"]}
+
+    with cluster(nodes=1) as slurm:
+        first = ["--stages", "run3..run4", "chain.after=null", f"run_dir={folder}", "trainer.grpo.max_steps=90"]
+        slurm.run(prorl, "launch", *first, f"--sbatch={flags}", *words, env=environment)
+        before = jobs()
+        Deadline(600, "two steps of run3").wait_until(lambda: len(metrics_of(folder / "run3")) >= 2, every=0.1)
+        slurm.run(prorl, "control", str(folder / "run3"), "stop", "--wait", "0", env=environment)
+        assert slurm.wait(before["run3"], 300).code == 75
+        assert slurm.wait(before["run4"], 60).state == "CANCELLED"
+        picked = sorted((folder / "run3" / "checkpoints").glob("step-*"))[0]
+        more = ["--from", str(picked), "--stages", "run4", "trainer.grpo.max_steps=2"]
+        slurm.run(prorl, "launch", *more, f"--sbatch={flags}", *words, env=environment)
+        assert jobs()["run3"] == before["run3"]
+        assert slurm.wait(jobs()["run4"], 600) == Ended("COMPLETED", 0, 0)
+        told = json.loads(slurm.run(prorl, "status", str(folder), "--json", env=environment))
+    three, four = told["stages"]
+    assert three["ended"].startswith("stopped by ")
+    assert (four["from"], four["ended"]) == (f"run3, step {int(picked.name[5:])}", "done")
+    assert events_of(folder / "run4")[0]["start_from"] == str(picked)

@@ -13,6 +13,7 @@ from nemo_prorl.config import DataConfig, DataSource
 from nemo_prorl.data.blend import load_sources
 from nemo_prorl.data.laptop.generators import LAPTOP_TEMPLATES
 from nemo_prorl.data.laptop.model import build_tokenizer
+from nemo_prorl.data.prepare.answers import BOXED
 from nemo_prorl.data.render import PromptRenderer, written
 from nemo_prorl.errors import ConfigError, DataError
 from nemo_prorl.planning.prompts import prompt_form
@@ -63,6 +64,12 @@ def test_a_chat_form_without_a_chat_template_names_the_cure(folder: Path) -> Non
         PromptRenderer(folder, 64, DataConfig(prompt="chat")).prompt_ids({"id": "a", "prompt": "Hi."})
 
 
+def test_math_is_asked_in_the_paper_s_words() -> None:
+    words = "Let's think step by step and output the final answer within \\boxed{}."  # section 2.1
+    assert words == BOXED
+    assert DataConfig().templates["math"] == "{problem}\n\n" + words
+
+
 def test_templates_are_those_of_real_models_unless_the_data_is_the_laptops() -> None:
     for data in ("laptop", "domains", "ablations"):
         assert dict(settings.load([f"data={data}"]).data.templates) == LAPTOP_TEMPLATES
@@ -74,7 +81,6 @@ def test_templates_are_those_of_real_models_unless_the_data_is_the_laptops() -> 
         question = record["truth"]["entry"]["question"].strip()
         assert record["prompt"] == templates["puzzles"].replace("{problem}", question)
     assert "such as <answer>" in default["puzzles"]
-    assert "such as \\boxed{" in default["math"]
 
 
 def test_the_plan_shows_what_the_renderer_makes(folder: Path) -> None:

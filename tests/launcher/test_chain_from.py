@@ -161,7 +161,8 @@ def test_a_chain_without_slurm_has_a_status(project: Path, capsys: Told) -> None
 def test_a_real_stage_is_stopped_and_the_next_begins_from_its_checkpoint(root: Path, tmp_path: Path) -> None:
     folder = tmp_path / "chain"
     folder.mkdir()
-    words = ["data=domains", "trainer.resets.at_steps=[]", "chain.after=null", "trainer.grpo.checkpoint_every=1"]
+    words = ["data=domains", "trainer.resets.at_steps=[]", "trainer.trace_steps=[]", "chain.after=null"]
+    words += ["trainer.grpo.checkpoint_every=1"]
     job = Job(root, folder / "run3", "stage=run3", *words, "trainer.grpo.max_steps=100")
     job.until(lambda: len(metrics_of(folder / "run3")) >= 2)
     prorl = [sys.executable, "-m", "nemo_prorl.cli"]
@@ -169,7 +170,7 @@ def test_a_real_stage_is_stopped_and_the_next_begins_from_its_checkpoint(root: P
     subprocess.run([*prorl, "control", str(folder / "run3"), "stop"], check=True, cwd=root, env=env, timeout=300)
     assert job.wait() == 75, job.text()
     picked = sorted((folder / "run3" / "checkpoints").glob("step-*"))[-2]
-    command = [*prorl, "launch", "--from", str(picked), "--stages", "run4", "--here", *SMALL, *words[:2]]
+    command = [*prorl, "launch", "--from", str(picked), "--stages", "run4", "--here", *SMALL, *words[:3]]
     command += ["trainer.grpo.max_steps=2"]
     told = subprocess.run(command, cwd=root, env=env, timeout=600, check=True, stdout=subprocess.PIPE, text=True).stdout
     start = events_of(folder / "run4")[0]

@@ -258,6 +258,14 @@ class Node:
         """Return the address at which services listen: only the loopback address if the run has one node."""
         return "127.0.0.1" if self.place.nodes == 1 else "0.0.0.0"
 
+    @property
+    def _public(self) -> str:
+        """Return the address at which the ranks reach the services of this node.
+
+        On one node it is the loopback address, because a Slurm job's node has another address under its own name.
+        """
+        return self._bind if self.place.nodes == 1 else self.place.host
+
     def _rewards(self) -> Child:
         cfg, name = self.cfg, f"rewards-{self.place.node}"
         command = [sys.executable, "-m", "nemo_prorl.rewards.server", "--workers", str(cfg.rewards.workers)]
@@ -266,7 +274,7 @@ class Node:
         command += ["--tasks", ",".join(tasks), "--token-file", str(self.endpoints / "token")]
         command += ["--endpoint-file", str(self.endpoints / f"{name}.json"), "--parent-pid", str(os.getpid())]
         command += ["--settings", json.dumps(plain(cfg.rewards.plugins))]
-        command += ["--host", self._bind, "--public-host", self.place.host]
+        command += ["--host", self._bind, "--public-host", self._public]
         command += ["--unsafe-no-sandbox"] if cfg.rewards.unsafe_no_sandbox else []
         return self._child(name, command, {"OMP_NUM_THREADS": "1"}, cfg.rollout.max_restarts, True)
 
@@ -289,7 +297,7 @@ class Node:
             "index": index,
             "parent-pid": os.getpid(),
             "host": self._bind,
-            "public-host": self.place.host,
+            "public-host": self._public,
             "dtype": rollout.dtype,
             "tp": rollout.tensor_parallel_size,
             "threads": engine_threads(cfg, len(os.sched_getaffinity(0))),

@@ -41,6 +41,19 @@ def test_memory_that_a_tensor_freed_on_a_cpu_is_there_for_the_next(tmp_path: Pat
     assert int(said.stdout) < 2 * once
 
 
+@pytest.mark.parametrize(("place", "host"), [(Place(0, 1, "node7"), "127.0.0.1"), (Place(1, 2, "node7"), "node7")])
+def test_services_are_reached_where_they_listen(tmp_path: Path, place: Place, host: str) -> None:
+    """On one node they listen at the loopback address, also in a Slurm job that knows the node by its name."""
+    cfg: DictConfig = load(
+        [f"run_dir={tmp_path}", f"trainer.num_nodes={place.nodes}", f"rollout.engines={place.nodes}"]
+    )
+    peers = Peers(tmp_path, place, "1", 0.1)
+    node = Node(cfg, tmp_path, ["chain_sum"], MergedLog(tmp_path / "all.log"), None, place, peers)
+    command = node._rewards().command
+    assert command[command.index("--public-host") + 1] == host
+    assert command[command.index("--host") + 1] == ("0.0.0.0" if place.nodes > 1 else host)
+
+
 def test_what_the_user_set_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1")
     env = trainer(tmp_path, "+launch.env.MALLOC_MMAP_THRESHOLD_='2'").env

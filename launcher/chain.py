@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_prorl.errors import ConfigError
+from nemo_prorl.errors import ConfigError, ProrlError
 from nemo_prorl.launcher import chain_slurm
 from nemo_prorl.launcher.chain_slurm import ChainStage
 from nemo_prorl.launcher.curves import OF_A_CHAIN, RunResults, draw
@@ -64,11 +64,34 @@ def run(args: argparse.Namespace) -> int:
             if not args.dry_run:
                 print_results(folder, [stage.name for stage in stages])
             return 0
+        with contextlib.chdir(root):
+            _check_stages(stages)
         chain_slurm.launch(root, folder, stages, args)
         return 0
     if given := [f"--{key}" for key in ("sbatch", "container-image", "container-mounts") if _given(args, key)]:
         raise ConfigError(f"{given[0]} is for Slurm jobs, and --here uses none. Fix: remove one of the two")
-    return _run_here(*read_chain(args.stages, args.overrides), args.dry_run)
+    folder, stages = read_chain(args.stages, args.overrides)
+    _check_stages(stages)
+    return _run_here(folder, stages, args.dry_run)
+
+
+def _check_stages(stages: Sequence[ChainStage]) -> None:
+    """Check the records of the stages that are not finished, before the first of them starts."""
+    from nemo_prorl.launcher.prepare import check_beginning
+    from nemo_prorl.launcher.run_data import check_stages
+
+    todo = [stage for stage in stages if not stage.finished]
+    told = set()
+    found = check_stages([stage.cfg for stage in todo])
+    for stage in todo:
+        try:
+            check_beginning(stage.cfg)
+            checked = next(found)
+        except ProrlError as error:
+            raise type(error)(f"stage {stage.name}: {error}") from error
+        if checked.words() not in told:  # several stages have the same records
+            told.add(checked.words())
+            checked.tell()
 
 
 def _given(args: argparse.Namespace, key: str) -> bool:

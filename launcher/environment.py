@@ -7,13 +7,9 @@ In a container the home folder is often read-only, missing or `/`, and the user 
 
 import os
 import pwd
-import stat
 from collections.abc import Mapping
-from pathlib import Path
 
-from nemo_prorl.errors import UnfitMachine
-
-FOLDER = "PRORL_CACHE"  # the environment variable that names the folder of all caches
+from nemo_prorl.caches import cache_folder
 
 # Subfolder for the compiled code of each library.  Values that the user or launch.env sets take precedence.
 _CACHES = {
@@ -41,29 +37,6 @@ _NOT_AN_ENGINES = (
     # compilers of the image's CUDA
     *("CUDA_HOME", "CUDA_PATH", "TRITON_CUDA", "TRITON_CUOBJDUMP", "TRITON_CUPTI", "TRITON_NVDISASM", "TRITON_PTXAS"),
 )
-
-
-def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Return the folder of all caches, PRORL_CACHE or /tmp/prorl-UID; make it if it does not exist.
-
-    Raises:
-        UnfitMachine: the folder cannot be made or written, or another user could put compiled code into it.
-    """
-    given = environ.get(FOLDER)
-    folder = Path(given).absolute() if given else Path(f"/tmp/prorl-{os.getuid()}")
-    fix = f"Fix: set {FOLDER} to a folder of yours that can be written."
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise UnfitMachine(f"{FOLDER}={folder}: expected a folder for caches; got {error.strerror}. {fix}") from None
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise UnfitMachine(f"{FOLDER}={folder}: expected a folder for caches; it cannot be written. {fix}")
-    found = folder.lstat()
-    if not given and (found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o022):
-        raise UnfitMachine(
-            f"{folder}: expected a folder that only user {os.getuid()} can write; other users can write it. {fix}"
-        )
-    return folder
 
 
 def with_caches(environ: Mapping[str, str]) -> dict[str, str]:

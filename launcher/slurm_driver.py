@@ -84,7 +84,7 @@ class Driver:
         if self.submission.args.dry_run:
             self.submission.warn_of_paths()
             sys.stdout.write(shlex.join(self._command(1)) + "\n")
-            return 0
+            return self.submission.check_records()
         self.submission.check_allocation()
         while True:
             if self.ended or not self.is_ours():

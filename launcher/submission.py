@@ -124,6 +124,11 @@ class Submission:
         command, env = self._module_command("nemo_prorl.launcher.allocation", *self.overrides)
         return subprocess.run(command, check=False, stdout=subprocess.PIPE, env=env, text=True)
 
+    def check_records(self) -> int:
+        """Check the records as `prorl train --dry-run` does; return its exit code.  A job does this when it starts."""
+        command, env = self._module_command("nemo_prorl.cli", "train", "--dry-run", *self.overrides)
+        return subprocess.run(command, check=False, stdout=subprocess.DEVNULL, env=env).returncode
+
     def report_failure(self, what: str) -> None:
         """Call the command in `on_event` for a failure that no supervisor could report."""
         if not self.plan["on_event"]:

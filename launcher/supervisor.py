@@ -26,9 +26,9 @@ from nemo_prorl.launcher.environment import for_engine, with_caches
 from nemo_prorl.launcher.events import Events
 from nemo_prorl.launcher.health import Health
 from nemo_prorl.launcher.peers import CLEAN, End, Peers, Place
-from nemo_prorl.launcher.prepare import plain
 from nemo_prorl.launcher.processes import Child, Lines, ProcessFailed, stop_all
 from nemo_prorl.launcher.progress import Progress
+from nemo_prorl.launcher.run_data import plain
 from nemo_prorl.launcher.stacks import StackWriter
 from nemo_prorl.launcher.usage import UsageSampler
 from nemo_prorl.lifecycle.stopping import FORWARDED_AS, JOB_START

@@ -204,10 +204,13 @@ def _train(arguments: argparse.Namespace) -> int | None:
     from nemo_prorl import api, settings
 
     if arguments.dry_run:
-        from nemo_prorl.launcher.prepare import check_files
+        from nemo_prorl.launcher.prepare import check_beginning, warn_of_origin
+        from nemo_prorl.launcher.run_data import check_files
 
         cfg = settings.load_run(arguments.overrides, arguments.config)
-        check_files(cfg)
+        check_beginning(cfg)
+        check_files(cfg).tell()
+        warn_of_origin(cfg)
         sys.stdout.write(settings.resolved_yaml(cfg))
         return 0
     if not arguments.overrides and arguments.config is None:
@@ -232,20 +235,24 @@ def _plan(arguments: argparse.Namespace) -> None:
 
     from nemo_prorl import settings
     from nemo_prorl.data.prepared import faults
-    from nemo_prorl.launcher.prepare import check_files
+    from nemo_prorl.launcher.prepare import run_dir_fault
+    from nemo_prorl.launcher.run_data import check_files
     from nemo_prorl.planning import overview
     from nemo_prorl.planning.plan import plan_chain, read_rates
 
     cfg = settings.load_run(arguments.overrides, arguments.config, need_files=False)
     for fault in faults(cfg):
         _log.warning("%s", fault)
-    check_files(cfg)
+    if unwritable := run_dir_fault(Path(cfg.run_dir)):
+        _log.warning("%s", unwritable)
+    checked = check_files(cfg, will_start=False)
     rates = read_rates(cfg, arguments.mean_tokens, arguments.tokens_per_s, arguments.measured)
     chain = plan_chain(cfg, arguments.overrides, rates, arguments.config)
     if arguments.json:
-        sys.stdout.write(json.dumps({"run": overview.run_rows(cfg), **chain.as_json()}, indent=1) + "\n")
+        run = {"run": overview.run_rows(cfg, checked.words()), **checked.as_json()}
+        sys.stdout.write(json.dumps(run | chain.as_json(), indent=1) + "\n")
     else:
-        sys.stdout.write(overview.plan(cfg, chain))
+        sys.stdout.write(overview.plan(cfg, chain, checked.words()))
 
 
 def _status(arguments: argparse.Namespace) -> None:

@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,14 +23,15 @@ from omegaconf import OmegaConf
 from nemo_prorl import __version__, stacks
 from nemo_prorl.algorithms.entropy import AdaptiveEntropy
 from nemo_prorl.config import Config
-from nemo_prorl.data.blend import Blend, LoadedData, LoadedSource, load_sources, of_tasks, without_long
+from nemo_prorl.data.blend import Blend, LoadedData, load_sources, of_tasks
 from nemo_prorl.data.laptop.generators import warmup_target
+from nemo_prorl.data.lengths import PromptLengths, fit
 from nemo_prorl.data.render import PromptRenderer
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import ProrlError, StoppedCleanly, disk_full
 from nemo_prorl.leader import Leader
 from nemo_prorl.lifecycle import retention, stages
-from nemo_prorl.lifecycle.base_model import base_folder, initial_model
+from nemo_prorl.lifecycle.base_model import base_folder, initial_model, warmup_records
 from nemo_prorl.lifecycle.checkpoints import Checkpoints, LeaderState, Stateful
 from nemo_prorl.lifecycle.control import Control, Requests
 from nemo_prorl.lifecycle.records import Journal, Records
@@ -68,7 +69,7 @@ class Policy:
         from nemo_prorl.policy.build import build_actor
 
         base = base_folder(cfg, run_dir)
-        folder = base if base.exists() else initial_model(cfg, run_dir)
+        self.folder = folder = base if base.exists() else initial_model(cfg, run_dir)  # with the tokenizer
         built = build_actor(OmegaConf.structured(cfg), folder, run_dir / "logs" / "nemo")
         self.actor, self.loggers = built.actor, built.trainer.loggers
         self.leader = Leader(cfg.trainer.deadlines, self.actor.data_ranks.rank)
@@ -83,9 +84,9 @@ def make_base(cfg: Config, run_dir: Path, policy: Policy, base: Path) -> None:
     """Warm the policy up with supervised steps, and write it to `base` as a Hugging Face folder."""
     from nemo_prorl.policy.weights import write_hf_folder
 
-    warmup, renderer, actor = cfg.trainer.warmup, policy.renderer, policy.actor
+    warmup, actor = cfg.trainer.warmup, policy.actor
     _log.info("warm-up: %d supervised steps with %d answers each", warmup.steps, warmup.batch_size)
-    examples = policy.data.call(lambda data: warmup_examples(cfg, data.train, renderer))
+    examples = policy.data.call(lambda data: warmup_examples(cfg, data, policy))
     warm_up(actor, examples, warmup, float(cfg.model["optim"]["lr"]))
     actor.set_reference()
     tensors = [(name, t.cpu()) for name, t in actor.export_weights()]
@@ -94,12 +95,10 @@ def make_base(cfg: Config, run_dir: Path, policy: Policy, base: Path) -> None:
     policy.leader.barrier()
 
 
-def warmup_examples(
-    cfg: Config, train: Sequence[LoadedSource], renderer: PromptRenderer
-) -> list[tuple[list[int], list[int]]]:
+def warmup_examples(cfg: Config, data: LoadedData, policy: Policy) -> list[tuple[list[int], list[int]]]:
     """Return the examples of the warm-up: the token ids of a prompt and of its correct response."""
-    blend = Blend(without_long(train, renderer.length, cfg.data.max_prompt_tokens), cfg.seed + 1)
-    records = [blend.next()[0] for _ in range(cfg.trainer.warmup.steps * cfg.trainer.warmup.batch_size)]
+    renderer, lengths = policy.renderer, PromptLengths(policy.folder, cfg.data)
+    records = warmup_records(cfg, fit(cfg, LoadedData(data.train, []), lengths).train)
     prompts = [renderer.prompt_ids(record) for record in records]
     answers = [warmup_target(record) for record in records]
     return [(ids, renderer.target_ids(ids, text)) for ids, text in zip(prompts, answers, strict=True)]
@@ -109,9 +108,9 @@ def build(cfg: Config, run_dir: Path, policy: Policy, stopping: Stopping) -> Tra
     """Build and connect all parts of a run; a collective.  Waits until engines and reward servers are ready."""
     from nemo_prorl.policy.checkpoint_files import PolicyStore
 
-    actor, leader, renderer = policy.actor, policy.leader, policy.renderer
+    actor, leader = policy.actor, policy.leader
     records = Records(cfg, run_dir, leader.rank == 0, policy.loggers)
-    source = policy.data.only(lambda data: rollout_source(cfg, run_dir, data, renderer))
+    source = policy.data.only(lambda data: rollout_source(cfg, run_dir, data, policy))
     blend, collector = source.only(lambda source: source.blend), source.only(lambda source: source.collector)
     collector.run_on_leader(lambda collector: stopping.set_abandon(collector.abandon))
     rollouts = Rollouts(cfg, run_dir, actor, blend, collector, records, leader)
@@ -164,9 +163,10 @@ class RolloutSource:
     collector: Collector
 
 
-def rollout_source(cfg: Config, run_dir: Path, data: LoadedData, renderer: PromptRenderer) -> RolloutSource:
+def rollout_source(cfg: Config, run_dir: Path, data: LoadedData, policy: Policy) -> RolloutSource:
     """Build the prompts and the collector on rank 0; wait until engines and reward servers are ready."""
-    train = without_long(of_tasks(data.train, cfg.data), renderer.length, cfg.data.max_prompt_tokens)
+    used = data._replace(train=of_tasks(data.train, cfg.data))
+    renderer, train = policy.renderer, fit(cfg, used, PromptLengths(policy.folder, cfg.data)).train
     blend = Blend(train, cfg.seed, cfg.data.retire_after)
     heldout = [(source.name, record) for source, records in data.validation for record in records]
     draws = [PromptDraw(record, renderer.prompt_ids(record), 0) for _, record in heldout]

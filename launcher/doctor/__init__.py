@@ -22,13 +22,16 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_prorl.errors import ConfigError
+from nemo_prorl.errors import ConfigError, DataError, ProrlError, UnfitMachine
 from nemo_prorl.launcher.doctor.check import Check
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from nemo_prorl.launcher.doctor.preflight import TryStep
+
+
+RECORDS = "records"  # the check of the records; its failure alone is not one of the machine
 
 
 def add_parser(commands: Any, try_step: "TryStep") -> None:
@@ -61,7 +64,10 @@ def add_parser(commands: Any, try_step: "TryStep") -> None:
 
 
 def run(args: argparse.Namespace, try_step: "TryStep") -> int:
-    """Print the checks; return 0 if none fails, otherwise 3.  Raises ConfigError for an invalid configuration."""
+    """Print the checks; return 0 if none fails, 4 if only the records fail, otherwise 3.
+
+    Raises ConfigError for an invalid configuration.
+    """
     cfg = None
     if args.rows is not None and (args.rows < 1 or not args.preflight):
         raise ConfigError(f"--rows {args.rows}: expected 1 or more, together with --preflight")
@@ -69,7 +75,7 @@ def run(args: argparse.Namespace, try_step: "TryStep") -> int:
         from nemo_prorl import settings
 
         cfg = settings.load_run(args.overrides, args.config, need_files=False)
-    failed = False
+    failed: set[str] = set()
     found = checks(cfg, args.rollout_python, args.srun if args.nodes else None)
     if cfg is not None and args.preflight:
         from nemo_prorl.launcher.doctor import preflight
@@ -78,10 +84,13 @@ def run(args: argparse.Namespace, try_step: "TryStep") -> int:
             cfg.rollout.python = str(args.rollout_python)
         found = chain(found, preflight.check_step(cfg, try_step, args.rows))
     for check in found:
-        failed = failed or check.state == "fail"
+        if check.state == "fail":
+            failed.add(check.name)
         sys.stdout.write((json.dumps(asdict(check)) if args.json else check.line()) + "\n")
         sys.stdout.flush()
-    return 3 if failed else 0
+    if failed == {RECORDS}:
+        return DataError.exit_code
+    return UnfitMachine.exit_code if failed else 0
 
 
 def checks(cfg: "DictConfig | None" = None, python: Path | None = None, srun: str | None = None) -> Iterator[Check]:
@@ -117,9 +126,16 @@ def checks(cfg: "DictConfig | None" = None, python: Path | None = None, srun: st
 
 
 def data(cfg: "DictConfig") -> Iterator[Check]:
-    """Check the data of a run, with the function that also checks the data when the run starts."""
+    """Check the data of a run, with the functions that also check the data when the run starts."""
     from nemo_prorl.data.prepared import faults
+    from nemo_prorl.launcher.run_data import check_files
 
     found = [Check("data", "fail", fault) for fault in faults(cfg)]
     sources = ", ".join(source.name for source in (*cfg.data.train, *cfg.data.validation))
     yield from found or [Check("data", "pass", sources)]
+    try:
+        checked = check_files(cfg, will_start=False)
+    except ProrlError as error:
+        yield Check(RECORDS, "fail", str(error))
+    else:
+        yield Check(RECORDS, "pass", f"lengths of prompts: {checked.words()}")

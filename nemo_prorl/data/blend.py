@@ -13,7 +13,7 @@ import json
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, NamedTuple, NotRequired, TypedDict
 
 from nemo_prorl.config import DataConfig, DataSource
@@ -323,31 +323,6 @@ def of_tasks(train: list[LoadedSource], data: DataConfig) -> list[LoadedSource]:
             f"{problem}, but not of {', '.join(missing)}. Fix: add a source of these tasks (data=NAME), or"
             " remove the tasks from data.tasks"
         )
-    return kept
-
-
-def without_long(
-    sources: Sequence[LoadedSource], length: Callable[[Record], int], most: int | None
-) -> list[LoadedSource]:
-    """Return the sources without the records whose prompts have more than `most` tokens; log how many are left out.
-
-    Raises DataError if a source has no record left.
-
-    Args:
-        length: returns the number of tokens of a record's prompt.
-        most: None keeps all records.
-    """
-    if most is None:
-        return list(sources)
-    kept: list[LoadedSource] = []
-    for source, records in sources:
-        short = [record for record in records if length(record) <= most]
-        counts = f"data source '{source.name}': {len(records) - len(short)} of {len(records)} prompts have more than"
-        if not short:
-            raise DataError(f"{counts} data.max_prompt_tokens={most} tokens; no record is left. Fix: raise this key")
-        if len(short) < len(records):
-            _log.warning("%s %d tokens and are left out", counts, most)
-        kept.append((source, short))
     return kept
 
 

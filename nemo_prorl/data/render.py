@@ -2,7 +2,8 @@
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from nemo_prorl.rewards.interface import opened_thought
 _log = logging.getLogger(__name__)
 
 _TAIL = 16  # last tokens of a prompt that can contain `<think>` and white space; the tag is at most 7 tokens
+_BATCH = 1000  # prompts that are tokenized at once; more take more memory and are not faster
+_CORES = "TOKENIZERS_PARALLELISM"
 
 
 # The dialogue of DeepSeek-R1-Zero for models without a chat template (arXiv 2501.12948, table 1), in our words.
@@ -50,7 +53,7 @@ class PromptRenderer:
     """
 
     def __init__(self, tokenizer_folder: Path | str, context_tokens: int, data: DataConfig | None = None) -> None:
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks and workers fork after this
+        os.environ.setdefault(_CORES, "false")  # ranks and workers fork after this
         from transformers import AutoTokenizer
 
         folder = Path(tokenizer_folder)
@@ -91,20 +94,44 @@ class PromptRenderer:
         """Return the number of tokens of a record's prompt.  Raises DataError like `prompt_ids`, but not for length."""
         return len(self._rendered(record))
 
+    def lengths(self, records: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the number of tokens of each record's prompt, like `length`, in batches and on all cores."""
+        found: list[int] = []
+        for start in range(0, len(records), _BATCH):
+            some = records[start : start + _BATCH]
+            texts = [self._text(record) for record in some]
+            with _all_cores():
+                ids = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+            counts = [len(one) for one in ids["input_ids"]]
+            if 0 in counts:
+                raise _empty(some[counts.index(0)])
+            found += counts
+        return found
+
     def _rendered(self, record: Mapping[str, Any]) -> list[int]:
+        if not (ids := self.encode(self._text(record))):
+            raise _empty(record)
+        return ids
+
+    def _text(self, record: Mapping[str, Any]) -> str:
+        """Return the prompt's text; a message list goes through the chat template."""
+        from jinja2 import TemplateError
+
         prompt = written(record["prompt"], self._form, self._system)
         if isinstance(prompt, str):
-            ids = self.encode(prompt)
-        elif self._tokenizer.chat_template is None:
+            return prompt
+        if self._tokenizer.chat_template is None:
             raise DataError(
                 f"record '{record['id']}': its prompt is a message list, but the tokenizer does not have a chat "
                 "template. Fix: data.prompt=text or data.prompt=r1, or write the prompt as one string"
             )
-        else:
-            ids = list(self._tokenizer.apply_chat_template(prompt, add_generation_prompt=True))
-        if not ids:
-            raise DataError(f"record '{record['id']}': its prompt is empty")
-        return ids
+        try:
+            return str(self._tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False))
+        except TemplateError as error:  # a template refuses messages, such as two of the same role in a row
+            raise DataError(
+                f"record '{record['id']}': the tokenizer's chat template refuses its messages: {error}. Fix: write the"
+                " messages as the template expects them, or data.prompt=text"
+            ) from error
 
     def opened_thought(self, prompt_ids: Sequence[int]) -> str:
         """Return the `<think>` at the end of a rendered prompt, or an empty string."""
@@ -130,3 +157,18 @@ class PromptRenderer:
         """Return the text of token ids, without special tokens such as bos, eos and pad but with the `<think>` tags."""
         shown = [one for one in ids if one not in self._hidden]
         return str(self._tokenizer.decode(shown, clean_up_tokenization_spaces=False))
+
+
+@contextmanager
+def _all_cores() -> Iterator[None]:
+    """Let the tokenizer use all cores inside of the block.  Outside of it no threads run, because processes fork."""
+    before = os.environ.get(_CORES, "false")
+    os.environ[_CORES] = "true"
+    try:
+        yield
+    finally:
+        os.environ[_CORES] = before
+
+
+def _empty(record: Mapping[str, Any]) -> DataError:
+    return DataError(f"record '{record['id']}': its prompt is empty")

@@ -38,7 +38,7 @@ def manifest_of(
     limit: int | None,
 ) -> EvaluationManifest:
     """Return the content of manifest.json (docs/reference/formats.md).  `limit`: prompts per benchmark."""
-    from nemo_prorl.launcher.prepare import plain
+    from nemo_prorl.launcher.run_data import plain
 
     engine = None
     if model.folder is not None:

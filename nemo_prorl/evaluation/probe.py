@@ -163,7 +163,8 @@ def probe(cfg: DictConfig, out: Path, prompts: int, samples: int) -> dict[str, A
         ConfigError: the run has no model folder yet.
         DataError: a record is wrong.
     """
-    from nemo_prorl.data.blend import load_sources, of_tasks, without_long
+    from nemo_prorl.data.blend import LoadedData, load_sources, of_tasks
+    from nemo_prorl.data.lengths import PromptLengths, fit
     from nemo_prorl.evaluation.models import open_model
     from nemo_prorl.evaluation.run import local_engines
     from nemo_prorl.launcher.job import locked
@@ -175,9 +176,8 @@ def probe(cfg: DictConfig, out: Path, prompts: int, samples: int) -> dict[str, A
     check_node(cfg, trains=False)
     with locked(out):
         engines = local_engines(cfg, open_model(folder, out, "newest"), cfg.trainer.grpo.context_tokens)
-        train = without_long(
-            of_tasks(load_sources(cfg.data).train, cfg.data), engines.length, cfg.data.max_prompt_tokens
-        )
+        used = LoadedData(of_tasks(load_sources(cfg.data).train, cfg.data), [])
+        train = fit(cfg, used, PromptLengths(folder, cfg.data)).train
         sources = []
         for source, records in train:
             chosen = random.Random(f"{cfg.seed} {source.name}").sample(records, min(prompts, len(records)))

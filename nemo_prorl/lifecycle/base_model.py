@@ -21,6 +21,7 @@ from nemo_prorl.lifecycle.stages import Origin, take_over_model
 
 if TYPE_CHECKING:
     from nemo_prorl.data.blend import LoadedSource
+    from nemo_prorl.data.laptop.generators import Record
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +43,18 @@ def base_folder(cfg: Config, run_dir: Path) -> Path:
 def warms_up(cfg: Config) -> bool:
     """Return whether the run starts with supervised steps.  A run that continues another run never does."""
     return cfg.trainer.warmup.steps > 0 and cfg.chain.after is None and cfg.chain.start_from is None
+
+
+def warmup_records(cfg: Config, train: "Sequence[LoadedSource]") -> "list[Record]":
+    """Return the records of the supervised steps, in order.
+
+    Args:
+        train: training data of all tasks, without the prompts that are too long.
+    """
+    from nemo_prorl.data.blend import Blend
+
+    blend = Blend(train, cfg.seed + 1)
+    return [blend.next()[0] for _ in range(cfg.trainer.warmup.steps * cfg.trainer.warmup.batch_size)]
 
 
 def make_initial_model(cfg: Any, run_dir: Path, train: "Sequence[LoadedSource]", start: Origin | None = None) -> Path:

@@ -28,10 +28,14 @@ from nemo_prorl.sizing.memory import (
 )
 
 
-def plan(cfg: DictConfig, chain: Chain) -> str:
-    """Return four tables as text: the run, the stages of the recipe's chain, the sources of numbers, and memory."""
+def plan(cfg: DictConfig, chain: Chain, lengths: str = "not checked") -> str:
+    """Return four tables as text: the run, the stages of the recipe's chain, the sources of numbers, and memory.
+
+    Args:
+        lengths: the lengths of the prompts, in words.
+    """
     parts = (
-        columns(run_rows(cfg).items()),
+        columns(run_rows(cfg, lengths).items()),
         _stage_table(chain),
         columns(_sources(chain).items()),
         columns(_memory(cfg, chain).items()),
@@ -39,8 +43,12 @@ def plan(cfg: DictConfig, chain: Chain) -> str:
     return "\n".join(parts)
 
 
-def run_rows(cfg: DictConfig) -> dict[str, str]:
-    """Return {subject: settings in words} of a resolved configuration; `prorl plan --json` has the same keys."""
+def run_rows(cfg: DictConfig, lengths: str = "not checked") -> dict[str, str]:
+    """Return {subject: settings in words} of a resolved configuration; `prorl plan --json` has the same keys.
+
+    Args:
+        lengths: the lengths of the prompts, in words.
+    """
     trainer, grpo, model, rollout = cfg.trainer, cfg.trainer.grpo, cfg.model, cfg.rollout
     tp, pp = model.tensor_model_parallel_size, model.pipeline_model_parallel_size
     ranks = trainer.num_nodes * trainer.devices
@@ -83,6 +91,7 @@ def run_rows(cfg: DictConfig) -> dict[str, str]:
         "data": _data(cfg),
         "held out": ", ".join(s.name for s in cfg.data.validation) or "nothing",
         "data files": _files(cfg),
+        "prompt lengths": lengths,
         **_functions(cfg),
     }
 

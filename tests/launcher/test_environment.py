@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from nemo_prorl.caches import cache_folder
 from nemo_prorl.errors import UnfitMachine
 from nemo_prorl.launcher import environment
 from nemo_prorl.launcher.processes import Child, MergedLog
@@ -88,13 +89,13 @@ for text in ("`torch.distributed.reduce_op` is deprecated, use", "ours is deprec
 def test_a_cache_that_cannot_be_used_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UnfitMachine, match="PRORL_CACHE=.*/file/sub: expected a folder .*Fix: set PRORL_CACHE"):
-        environment.cache_folder({"PRORL_CACHE": str(tmp_path / "file" / "sub")})
+        cache_folder({"PRORL_CACHE": str(tmp_path / "file" / "sub")})
     monkeypatch.setattr(os, "getuid", lambda: 987654)
     foreign = Path("/tmp/prorl-987654")  # made by somebody else, as a name that can be guessed may be
     foreign.mkdir(exist_ok=True)
     try:
         with pytest.raises(UnfitMachine, match="/tmp/prorl-987654: expected a folder that only user 987654 can write"):
-            environment.cache_folder({})
+            cache_folder({})
     finally:
         foreign.rmdir()
 

@@ -272,7 +272,7 @@ def test_a_missing_second_verifier_is_named_before_the_start(tmp_path: Path, mon
 
 def test_data_of_a_second_verifier_beside_that_of_its_task_is_refused(tmp_path: Path) -> None:
     from nemo_prorl import settings
-    from nemo_prorl.launcher.prepare import check_files
+    from nemo_prorl.launcher.run_data import check_files
 
     overrides = ["data.tasks=null"]
     for part, text in (("train", "1 = ?"), ("validation", "2 = ?")):

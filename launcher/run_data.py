@@ -1,0 +1,213 @@
+"""Checks of a run's records: reward functions, the truth of each record, and the length of each prompt.
+
+A start of a run uses the same functions, so what `prorl plan`, `train --dry-run`, `launch` and `doctor` accept is not
+refused on the nodes.
+"""
+
+import copy
+import logging
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from omegaconf import DictConfig, OmegaConf
+
+from nemo_prorl.config import Config, DataSource
+from nemo_prorl.errors import ConfigError, DataError
+from nemo_prorl.lifecycle.base_model import base_folder, initial_model, warms_up, warmup_records
+
+if TYPE_CHECKING:
+    from nemo_prorl.data.blend import LoadedData, LoadedSource
+    from nemo_prorl.data.lengths import FittedData
+    from nemo_prorl.rewards.interface import RewardPlugin
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CheckedFiles:
+    """The result of `check_files`: the lengths of the prompts, or why they were not checked."""
+
+    fitted: "FittedData | None"
+    why: str = ""
+
+    def words(self) -> str:
+        """Return one line for `prorl plan`."""
+        return f"not checked: {self.why}" if self.fitted is None else self.fitted.words()
+
+    def as_json(self) -> dict[str, Any]:
+        """Return {"prompt_lengths": a list of one object per source}; null if lengths were not checked."""
+        return {"prompt_lengths": self.fitted and [asdict(one) for one in self.fitted.sources]}
+
+    def tell(self) -> None:
+        """Log what the limit leaves out, or why lengths were not checked."""
+        if self.fitted is None:
+            _log.info("lengths of prompts: %s", self.words())
+        else:
+            self.fitted.tell()
+
+
+def check_files(cfg: DictConfig, will_start: bool = True) -> CheckedFiles:
+    """Check data files and reward functions for a command that starts nothing, with the errors of a start.
+
+    Generated sources and missing files are left out: generated records are right, and take seconds to make.
+
+    Args:
+        will_start: the run is about to start; False: a model folder without a tokenizer is not an error.
+
+    Raises:
+        ConfigError: a reward function cannot be loaded, no plugin judges a task or is its second verifier, or the model
+            has no tokenizer.
+        DataError: a record is wrong, or its prompt is too long.
+    """
+    return next(check_stages([cfg], will_start))
+
+
+def check_stages(cfgs: Sequence[DictConfig], will_start: bool = True) -> Iterator[CheckedFiles]:
+    """Yield the result of `check_files` for each run; runs of the same files read them once.
+
+    A run that differs from an earlier one in nothing that is checked gets the earlier result.
+    """
+    loaded: dict[str, LoadedData] = {}
+    checked: dict[str, CheckedFiles] = {}
+    for cfg in cfgs:
+        data = _present(cfg)
+        files = OmegaConf.to_yaml({**data, "tasks": None})
+        key = OmegaConf.to_yaml(
+            {
+                "data": data,
+                "rewards": cfg.rewards,
+                "context": cfg.trainer.grpo.context_tokens,
+                "model": str(_tokenizer_folder(cfg)[0]),
+                "warmup": cfg.trainer.warmup if warms_up(cast(Config, cfg)) else None,
+            }
+        )
+        if key not in checked:
+            if files not in loaded:
+                loaded[files] = _load(data)
+            checked[key] = _check(cfg, data, loaded[files], will_start)
+        yield checked[key]
+
+
+def _present(cfg: DictConfig) -> Any:
+    """Return the section `data` without generated sources and missing files."""
+    data = copy.deepcopy(cfg.data)
+    for part in ("train", "validation"):
+        data[part] = [source for source in data[part] if source.path is not None and Path(source.path).is_file()]
+    return data
+
+
+def _load(data: Any) -> "LoadedData":
+    from nemo_prorl.data.blend import load_sources
+
+    return load_sources(data)
+
+
+def _check(cfg: DictConfig, data: Any, loaded: "LoadedData", will_start: bool) -> CheckedFiles:
+    from nemo_prorl.data.blend import of_tasks
+    from nemo_prorl.data.prepared import generated_tasks
+
+    complete = len(data.train) == len(cfg.data.train)
+    if complete:
+        train = of_tasks(loaded.train, data)
+    else:  # the sources that are left out may have the other tasks
+        tasks = data.tasks
+        train = [(one, [r for r in records if tasks is None or r["task"] in tasks]) for one, records in loaded.train]
+        train = [(source, records) for source, records in train if records]
+    check_rewards(cfg, [*train, *loaded.validation], generated_tasks(cfg))
+    if not (train or loaded.validation):
+        named = any(one.path is not None for one in (*cfg.data.train, *cfg.data.validation))
+        return CheckedFiles(None, "the data files are missing" if named else "all problems are generated by the run")
+    folder, why = _tokenizer_folder(cfg)
+    if folder is None or not (will_start or (folder / "tokenizer_config.json").is_file()):
+        return CheckedFiles(None, why or f"{folder} has no tokenizer_config.json")
+    every = loaded.train if complete else []
+    return CheckedFiles(check_prompts(cfg, every, train, loaded.validation, folder))
+
+
+def _tokenizer_folder(cfg: DictConfig) -> tuple[Path | None, str]:
+    """Return the folder of the run's tokenizer; None, and the reason, if the run makes it when it starts."""
+    folder = initial_model(cast(Config, cfg), Path(cfg.run_dir))
+    if cfg.pretrained_checkpoint.restore_from_path is not None or (Path(cfg.run_dir) / "config.yaml").is_file():
+        return folder, ""
+    return None, "the run makes its tokenizer when it starts (pretrained_checkpoint.restore_from_path=null)"
+
+
+def check_prompts(
+    cfg: DictConfig,
+    every: "Sequence[LoadedSource]",
+    train: "list[LoadedSource]",
+    validation: "list[LoadedSource]",
+    folder: Path,
+) -> "FittedData":
+    """Compare the length of each prompt with the limits, and check that a warm-up has its correct responses.
+
+    Args:
+        every: training sources with the records of all tasks, from which a warm-up draws; empty: not known.
+        train: the same without the records that `data.tasks` leaves out.
+        folder: Hugging Face folder with the tokenizer.
+
+    Raises:
+        DataError: a prompt is too long or cannot be rendered, or the warm-up draws a record without a correct response.
+    """
+    from nemo_prorl.data.blend import LoadedData
+    from nemo_prorl.data.laptop.generators import warmup_target
+    from nemo_prorl.data.lengths import PromptLengths, fit
+
+    lengths = PromptLengths(folder, cfg.data)
+    fitted = fit(cfg, LoadedData(train, validation), lengths)
+    will_warm_up = warms_up(cast(Config, cfg)) and not base_folder(cast(Config, cfg), Path(cfg.run_dir)).exists()
+    if will_warm_up and every:
+        for record in warmup_records(cast(Config, cfg), fit(cfg, LoadedData(list(every), []), lengths).train):
+            warmup_target(record)
+    return fitted
+
+
+def check_rewards(
+    cfg: DictConfig, sources: "Sequence[tuple[DataSource, list[dict[str, Any]]]]", others: Collection[str] = ()
+) -> "dict[str, RewardPlugin]":
+    """Check reward functions, settings of plugins and the truth of each record.
+
+    Args:
+        others: tasks without records in `sources`; those that no plugin judges are left out.
+
+    Returns:
+        The plugin of each task, with the tasks of second verifiers.
+    """
+    from nemo_prorl.rewards.discovery import discover, make_plugin
+
+    known = discover(functions=plain(cfg.rewards.functions))
+    present = {record["task"] for _, records in sources for record in records}
+    tasks = sorted(present.union(task for task in others if task in known.tasks()))
+    classes = {task: known.plugin_of_task(task) for task in tasks}
+    seconds = {second: task for task in tasks if (second := known.second_of(task))}
+    if both := sorted(seconds.keys() & classes.keys()):
+        raise ConfigError(
+            f"data has records of task {both[0]!r}, the second verifier of task {seconds[both[0]]!r}: it has one worker"
+            f" per node, for a sample of the responses. Fix: leave one of them out, as data.tasks=[{seconds[both[0]]}]"
+        )
+    classes |= {second: known.plugin_of_task(second) for second in seconds}
+    settings = plain(cfg.rewards.plugins)
+    for name, given in settings.items():  # unused plugins have settings, too
+        make_plugin(known.plugin(name), given)
+    plugins = {task: make_plugin(plugin, settings.get(plugin.name)) for task, plugin in classes.items()}
+    _check_truths(sources, plugins)
+    return plugins
+
+
+def _check_truths(
+    sources: "Sequence[tuple[DataSource, list[dict[str, Any]]]]", plugins: "dict[str, RewardPlugin]"
+) -> None:
+    """Validate the truth of each record with its reward plugin.  Raises DataError with the source and the record."""
+    for source, records in sources:
+        for record in records:
+            try:
+                plugins[record["task"]].validate_truth(record["truth"])
+            except ValueError as error:
+                raise DataError(f"source {source.name!r}, record {record['id']!r}: {error}") from error
+
+
+def plain(value: Any) -> Any:
+    """Return a part of the configuration as plain dicts, lists and values."""
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value

@@ -1,12 +1,12 @@
 """Seconds to compare the lengths of 130,000 prompts with the limits of run1, first and again from the cache.
 
     .venv/train/bin/python benchmarks/prompt_lengths.py                         as in benchmarks/results
-    .venv/train/bin/python benchmarks/prompt_lengths.py --tokenizer FOLDER      with the tokenizer of a model
+    .venv/train/bin/python benchmarks/prompt_lengths.py --tokenizer FOLDER      with the tokenizer in FOLDER
 
 Data: files as data=prorl names them.  Puzzles are made by the project's generator, `--each` of every task of
-`prorl data prepare reasoning-gym`, and repeated under other ids until there are 37,000.  The other sources are stand-ins:
-pieces of the text and of the programs of Python's library, with log-normal lengths whose medians and tails are those
-that the published sets have roughly.  So the numbers of records that the limit leaves out are real for puzzles only.
+`prorl data prepare reasoning-gym`, and repeated under other ids until there are 37,000.  The other sources are
+stand-ins: pieces of the text and of the programs of Python's library, with assumed log-normal lengths.  So the numbers
+of records that the limit leaves out mean something for puzzles only.
 
 Without --tokenizer, a byte-level BPE with 151,643 words is trained at once on Python's library and its packages: as
 large as that of the paper's model, with the same splitting rule and a template of the same length.
@@ -28,15 +28,23 @@ from typing import Any
 from machine import describe, libraries_on_stderr
 
 PUZZLES = 37_000
-# source: task, records, median characters and their spread (sigma of the logarithm), truth
+# source: task, records, median characters (assumed) and their spread (sigma of the logarithm), truth
 STAND_INS: dict[str, tuple[str, int, int, float, dict[str, Any]]] = {
     "deepscaler": ("math", 40_000, 260, 0.6, {"answer": "2"}),
     "eurus2-rl": ("code", 24_000, 1300, 0.6, {"asserts": ["assert f() == 1"]}),
     "scp-116k": ("stem", 25_000, 320, 0.6, {"answer": "2"}),
-    "instructions": ("instructions", 10_000, 450, 0.8, {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}),
+    "instructions": (
+        "instructions",
+        10_000,
+        450,
+        0.8,
+        {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]},
+    ),
 }
 HELD_OUT = ("aime24", "codeforces", "gpqa", "ifeval", "graph_color")
-SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 TEMPLATE = (
     "{% for m in messages %}<|User|>{{ m['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}"
@@ -162,7 +170,7 @@ def measure(folder: Path, model: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time the check of 130,000 prompts' lengths.")
-    parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="model folder; default: train a tokenizer")
+    parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="folder; trained there if missing")
     parser.add_argument("--each", type=int, default=24, help="puzzles generated per task; default 24")
     parser.add_argument("--megabytes", type=int, default=60, help="text that the tokenizer is trained on; default 60")
     arguments = parser.parse_args()
@@ -170,16 +178,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder, model = Path(temporary), Path(temporary) / "model"
         with libraries_on_stderr():
-            if arguments.tokenizer is None:
-                make_tokenizer(model, arguments.megabytes)
-            else:
-                model.mkdir()
-                for file in (*arguments.tokenizer.glob("*token*"), *arguments.tokenizer.glob("*.jinja")):
-                    (model / file.name).write_bytes(file.read_bytes())
+            kept = arguments.tokenizer or folder / "tokenizer"
+            if not kept.is_dir():
+                make_tokenizer(kept, arguments.megabytes)
+            model.mkdir()
+            for file in (*kept.glob("*token*"), *kept.glob("*.jinja")):
+                (model / file.name).write_bytes(file.read_bytes())
             (model / "config.json").write_text(json.dumps(SHAPE))
             (model / "model.safetensors").touch()
             make_data(folder, arguments.each)
-        sys.stdout.write(f"tokenizer: {arguments.tokenizer or 'byte-level BPE, 151,643 words, trained here'}\n\n")
+        words = len(json.loads((model / "tokenizer.json").read_text())["model"]["vocab"])
+        sys.stdout.write(f"tokenizer: {words:,} words; puzzles: {arguments.each} of each task, repeated\n\n")
         measure(folder, model)
 
 

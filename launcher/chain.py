@@ -77,9 +77,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_stages(stages: Sequence[ChainStage]) -> None:
     """Check the records of the stages that are not finished, before the first of them starts."""
-    from nemo_prorl.launcher.prepare import check_beginning
+    from nemo_prorl.launcher.prepare import check_beginning, run_dir_fault
     from nemo_prorl.launcher.run_data import check_stages
 
+    if stages and (fault := run_dir_fault(stages[0].run_dir.parent)):  # launch itself writes there
+        raise ConfigError(fault)
     todo = [stage for stage in stages if not stage.finished]
     told = set()
     found = check_stages([stage.cfg for stage in todo])

@@ -5,6 +5,7 @@ really ended, however many times Slurm starts its job.
 """
 
 import argparse
+import contextlib
 import json
 import logging
 import shlex
@@ -22,6 +23,8 @@ from omegaconf import DictConfig
 import nemo_prorl
 from nemo_prorl.errors import ConfigError, ProrlError, UnfitMachine
 from nemo_prorl.launcher.formats import ChainEntry, ChainRecord
+from nemo_prorl.launcher.slurm_queries import Job
+from nemo_prorl.launcher.submission import Submission, arguments
 from nemo_prorl.lifecycle.records import write_json
 
 if TYPE_CHECKING:
@@ -114,6 +117,10 @@ def launch(root: Path, folder: Path, stages: Sequence[ChainStage], args: argpars
     _check_beginnings(todo)
     for stage in todo:
         tell_of_a_stop(stage)
+    if todo and args.container_image:
+        with contextlib.chdir(root):
+            first = arguments([todo[0].name, *container, *todo[0].overrides])
+            Submission(first, Job()).warn_of_paths()
     if Path.cwd() != root:
         _log.info("jobs start in %s: relative paths in overrides start there", root)
     if args.dry_run:

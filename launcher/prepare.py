@@ -70,11 +70,14 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
 def check_beginning(cfg: DictConfig) -> None:
     """Check what does not depend on the node, for a command that starts the run later or not at all.
 
-    Raises ConfigError if the run directory cannot be made or written, or if Weights & Biases has no key.
+    Warns if the run directory cannot be made here, because in a container it may be another folder.  Raises ConfigError
+    if Weights & Biases has no key.
     """
     from nemo_prorl.launcher.doctor.network import wandb_fault
 
-    if fault := run_dir_fault(Path(cfg.run_dir)) or wandb_fault(cfg, os.environ):
+    if fault := run_dir_fault(Path(cfg.run_dir)):
+        _log.warning("%s", fault)
+    if fault := wandb_fault(cfg, os.environ):
         raise ConfigError(fault)
 
 

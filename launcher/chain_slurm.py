@@ -120,7 +120,8 @@ def launch(root: Path, folder: Path, stages: Sequence[ChainStage], args: argpars
     if todo and args.container_image:
         with contextlib.chdir(root):
             first = arguments([todo[0].name, *container, *todo[0].overrides])
-            Submission(first, Job()).warn_of_paths()
+            for fault in Submission(first, Job()).path_faults():
+                _log.warning("%s", fault)
     if Path.cwd() != root:
         _log.info("jobs start in %s: relative paths in overrides start there", root)
     if args.dry_run:

@@ -160,7 +160,12 @@ class Submission:
         return env
 
     def warn_of_paths(self) -> None:
-        """Warn about paths in overrides that are outside the --container-mounts.
+        """Write `path_faults` to the job's output."""
+        for fault in self.path_faults():
+            say(fault)
+
+    def path_faults(self) -> Iterator[str]:
+        """Yield a warning for each path in overrides that is outside the --container-mounts.
 
         In the container such a path exists only if the image contains it or the cluster's configuration mounts it.
         """
@@ -172,7 +177,7 @@ class Submission:
             if not is_path or any(mount in (path, *path.parents) for mount in inside):
                 continue
             place = path if key in ("run_dir", "data.folder") else path.parent
-            say(
+            yield (
                 f"{key}={value}: expected a path under a mount of the container; the mounts are"
                 f" {self.args.container_mounts or 'none'}. Fix: --container-mounts={place}:{place}, or give the path"
                 " inside the container."

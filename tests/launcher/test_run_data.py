@@ -192,11 +192,11 @@ def test_a_run_directory_that_cannot_be_made_is_refused(
 
 
 def test_a_launch_warns_of_data_that_the_container_does_not_see(
-    words: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    words: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     image = ["--container-image=x.sqsh", f"--container-mounts={tmp_path / 'run'},{tmp_path / 'model'}"]
     words = [*words, "data.max_prompt_tokens=1024", f"data.folder={tmp_path / 'data'}"]
     assert cli.main([*COMMANDS["launch"], *image, *words]) == 0
-    told = capfd.readouterr().err
+    told = caplog.text
     assert f"data.folder={tmp_path / 'data'}: expected a path under a mount of the container" in told
     assert told.count("expected a path under a mount") == 1

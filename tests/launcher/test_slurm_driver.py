@@ -446,7 +446,7 @@ def test_relative_paths_count_from_where_sbatch_was_called(cluster: Cluster) -> 
     for name in ("aime24", "codeforces", "gpqa", "ifeval", "graph_color"):
         (cluster.folder / "records" / name).mkdir(parents=True)
         (cluster.folder / "records" / name / "validation.jsonl").write_text('{"task": "math"}\n')
-    words = ["data=prorl", "data.folder=records", "rollout.python=bin/python"]
+    words = ["data=prorl", "data.max_prompt_tokens=null", "data.folder=records", "rollout.python=bin/python"]
     code, said = cluster.run([{"code": 0}], *IMAGE, *words)
     assert code == 0, said
     line = cluster.sruns()[1]

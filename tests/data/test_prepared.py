@@ -78,12 +78,13 @@ def test_the_doctor_names_them_as_a_failed_check() -> None:
     from nemo_prorl.launcher.doctor import data, model
 
     cfg = settings.load_run(GPU, need_files=False)
-    [check] = data(cfg)
+    check, records = data(cfg)
     assert (check.name, check.state) == ("data", "fail")
+    assert records.text == "lengths of prompts: not checked: the data files are missing"
     refused(check.text)
     assert model.source_with_messages(cfg) is None  # looks into the files that are there
     touch_prepared(Path("prepared"))
-    assert [check.state for check in data(cfg)] == ["pass"]
+    assert [(check.name, check.state) for check in data(cfg)] == [("data", "pass"), ("records", "pass")]
 
 
 def test_a_file_of_ones_own_is_named_too() -> None:

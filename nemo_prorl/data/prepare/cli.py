@@ -24,11 +24,13 @@ def add_parser(commands: Any) -> None:
     one.add_argument("source", metavar="SOURCE", help="a name from `prorl data sources`")
     one.add_argument("--from", dest="origin", metavar="PATH", help="file or folder to read, or 'hub' (Hugging Face)")
     one.add_argument("--out", metavar="DIR", type=Path, required=True, help="folder for the output")
+    text = "only this part of the source, such as a data set in its files; default: everything"
+    one.add_argument("--only", metavar="PART", default="", help=text)
     one.add_argument("--name", help="prefix of the records' ids; default: --task, or SOURCE")
     one.add_argument(
         "--size", type=_count, metavar="N", help="number of records, drawn at random by --seed; default: all"
     )
-    text = "records for validation; default: 0, 9600 for reasoning-gym"
+    text = "records for validation; default: all for a benchmark, 9600 for reasoning-gym, otherwise 0"
     one.add_argument("--holdout", type=_holdout_count, metavar="N|all", help=text)
     one.add_argument("--limit", type=_count, metavar="N", help="read only the first N rows, for a trial; default: all")
     one.add_argument(
@@ -46,7 +48,9 @@ def add_parser(commands: Any) -> None:
         "--field", action="append", default=[], metavar="NAME=COLUMN", help="column to read for field NAME; repeatable"
     )
     one.add_argument("--licence", default="", help="licence for the manifest; default: the source's")
-    one.add_argument("--revision", help="commit, tag or branch for --from hub; default: the latest commit")
+    one.add_argument(
+        "--revision", help="commit, tag or branch for --from hub; default: the pinned commit, else the newest"
+    )
     one.add_argument(
         "--tokenizer",
         type=Path,
@@ -99,7 +103,7 @@ def _all_or_count(text: str) -> int | None:
 
 
 def _holdout_count(text: str) -> int:
-    from nemo_prorl.data.prepare.job import ALL
+    from nemo_prorl.data.prepare.sources import ALL
 
     return ALL if text == "all" else _count(text)
 
@@ -123,6 +127,9 @@ def _options(arguments: argparse.Namespace) -> Any:
     from nemo_prorl.data.prepare.sources import source_of
 
     source = source_of(arguments.source)
+    if arguments.only and arguments.only not in source.parts:
+        known = ", ".join(source.parts) or "none"
+        raise ConfigError(f"--only {arguments.only}: {source.name} has no such part; known: {known}")
     if (arguments.tokenizer is None) != (arguments.max_prompt_tokens is None):
         raise ConfigError("--tokenizer and --max-prompt-tokens must be used together.  Fix: give both or neither")
     for option in ("ngram", "workers", "judge_workers"):
@@ -137,7 +144,7 @@ def _options(arguments: argparse.Namespace) -> Any:
     needs_judge = source.judged and arguments.agreement == "judge"
     derived = {
         "source": source,
-        "name": arguments.name or arguments.task or source.name,
+        "name": arguments.name or arguments.task or arguments.only or source.name,
         "columns": _columns(arguments.field),
     }
     return PrepareOptions(**{**given, **derived, "judge": _judge(arguments) if needs_judge else None})

@@ -19,14 +19,13 @@ from nemo_prorl.data.prepare.manifest import Checks, HubSource, InputFile, Prepa
 from nemo_prorl.data.prepare.oracle import Oracles
 from nemo_prorl.data.prepare.output import Part
 from nemo_prorl.data.prepare.rows import data_files, read_rows, sha256_of
-from nemo_prorl.data.prepare.sources import Source
+from nemo_prorl.data.prepare.sources import ALL, Source
 from nemo_prorl.data.records import PromptRecord, validate_record
 from nemo_prorl.errors import ConfigError, DataError
 
 _log = logging.getLogger(__name__)
 
 HUB = "hub"
-ALL = -1
 _EXAMPLES = 5  # answers that a warning names
 
 
@@ -40,6 +39,7 @@ class PrepareOptions:
     `form`: --format.
     `task`: task of the records; None: that of the source, whose plugin then checks truths and gold answers, and whose
         form of the answer is written into the prompts.
+    `only`: --only: a part of the source; "" means the whole source.
     `columns`: --field: field -> name of its column in the source.
     `check`: number of gold answers to judge; None means all.
     `agreement`: judge | grader | none.
@@ -50,6 +50,7 @@ class PrepareOptions:
     origin: str | None
     out: Path
     name: str
+    only: str = ""
     size: int | None = None
     holdout: int | None = None
     limit: int | None = None
@@ -128,29 +129,42 @@ class Preparation:
         if opts.origin == HUB:
             if not source.repo:
                 raise ConfigError(f"--from hub: {source.name} is not on the hub; expected a file or a folder")
-            folder, commit = hub.download(source.repo, source.files, opts.revision)
+            patterns = self._patterns()
+            folder, commit = hub.download(source.repo, patterns, self._revision())
             self.hub = {"repo": source.repo, "commit": commit}
-            patterns = source.files
         else:
             folder = Path(opts.origin)
+            patterns = source.parts.get(opts.only, ())
         for file in data_files(folder, patterns):
             before = self.read
             self._read_file(file)
             name = file.name if file == folder else str(file.relative_to(folder))
             self.inputs.append({"file": name, "sha256": sha256_of(file), "rows": self.read - before})
 
-    def _read_file(self, file: Path) -> None:
+    def _patterns(self) -> tuple[str, ...]:
+        """Return the patterns of the files to download."""
+        source = self.options.source
+        return source.parts.get(self.options.only, ()) or source.files
+
+    def _revision(self) -> str | None:
+        """Return the revision to download: --revision, the pinned commit, or the commit of an earlier preparation."""
         opts = self.options
+        return opts.revision or opts.source.revision or output.recorded_commit(opts.out, opts.source.repo)
+
+    def _read_file(self, file: Path) -> None:
+        opts, column = self.options, self.options.source.part_column
         for row in read_rows(file, opts.columns):
             if opts.limit is not None and self.read >= opts.limit:
                 return
+            if opts.only and column and row.needed(column) != opts.only:
+                continue
             self._add(str(file), row.line, opts.source.convert(row), f"{opts.name}-{self.read}", None)
 
     def _make(self, tasks_file: Path) -> None:
         opts = self.options
         tasks = puzzles.read_tasks(tasks_file)
         size = (opts.source.size or 0) if opts.size is None else opts.size
-        holdout = opts.source.holdout if opts.holdout is None else opts.holdout
+        holdout = self._holdout()
         if holdout == ALL:
             raise ConfigError(
                 "--holdout all: expected a number, because any number of puzzles can be generated.  Fix: --holdout N"
@@ -165,6 +179,9 @@ class Preparation:
                 self._add(f"{part} of {tasks_file.name}", number, drafted, f"{prefix}-{suffix}", part)
         self.origin = f"reasoning_gym {version('reasoning_gym')}"
         self.inputs = [{"file": tasks_file.name, "sha256": sha256_of(tasks_file), "rows": len(train) + len(held)}]
+
+    def _holdout(self) -> int:
+        return self.options.source.holdout if self.options.holdout is None else self.options.holdout
 
     def _add(self, file: str, line: int, drafted: Draft | Drop, identity: str, part: Part | None) -> None:
         self.read += 1
@@ -352,7 +369,8 @@ class Preparation:
         """Return the records of train and validation; leave out a part without records."""
         opts, held = self.options, set()
         if all(item.part is None for item in self.items):
-            wanted = len(self.items) if opts.holdout == ALL else opts.holdout or 0
+            holdout = self._holdout()
+            wanted = len(self.items) if holdout == ALL else holdout
             if wanted > len(self.items):
                 raise ConfigError(f"--holdout {wanted}: only {len(self.items)} records are left")
             held = set(random.Random(f"{opts.seed}/holdout").sample(range(len(self.items)), wanted))

@@ -42,6 +42,15 @@ def check_folder(out: Path, source: str) -> None:
         raise ConfigError(f"--out {out}: contains data of {prepared!r}.  Fix: use another folder for {source!r}")
 
 
+def recorded_commit(out: Path, repo: str) -> str | None:
+    """Return the commit of the hub that the folder was prepared from; None if it was not prepared from `repo`."""
+    try:
+        manifest = json.loads((out / MANIFEST).read_text())
+    except (OSError, ValueError):
+        return None
+    return manifest.get("commit") if manifest.get("repo") == repo else None
+
+
 def _replace(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file under a temporary name, flush it to disk, then rename it."""
     temporary = path.with_name(path.name + ".tmp")

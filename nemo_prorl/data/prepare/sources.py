@@ -1,12 +1,14 @@
 """The data sets that `prorl data prepare` knows, with converter, location and licence."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from nemo_prorl.data.prepare import answers, instructions, programs, puzzles
 from nemo_prorl.data.prepare.drafts import Draft, Drop
 from nemo_prorl.data.prepare.rows import Row
 from nemo_prorl.errors import ConfigError
+
+ALL = -1  # --holdout all
 
 
 @dataclass(frozen=True)
@@ -16,7 +18,15 @@ class Source:
     `what`: description of the content, printed by `prorl data sources`.
     `licence`: as the publisher states it for the data set; single problems may have another licence.
     `repo`, `files`: location on the Hugging Face hub; empty if --from must name a file.
-    `size`, `holdout`: the paper's numbers of problems, only for a generated data set.
+    `size`: the paper's number of problems, only for a generated data set.
+    `holdout`: default of --holdout; ALL for a benchmark.
+    `revision`: commit on the hub that a public project pins, too; "" means the newest at the first download, which the
+        manifest then records.
+    `columns`: the columns as published; `known_from`: where columns, revision and numbers are known from.
+    `rows`, `megabytes`: size of `files` as published; None if unknown.
+    `gated`: the publisher asks for an account and the acceptance of terms.
+    `parts`: the values of --only, each with the patterns of its files; no patterns: all files of the source.
+    `part_column`: the column that names a row's part; "" if the files alone distinguish the parts.
     """
 
     name: str
@@ -29,6 +39,14 @@ class Source:
     judged: bool = False  # problems have two solutions, which must agree
     size: int | None = None
     holdout: int = 0
+    revision: str = ""
+    columns: tuple[str, ...] = ()
+    known_from: str = ""
+    rows: int | None = None
+    megabytes: float | None = None
+    gated: bool = False
+    parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    part_column: str = ""
 
 
 _MATH = answers.final_answer("math")

@@ -123,8 +123,10 @@ def test_eurus_keeps_the_problem_and_asks_in_one_form() -> None:
     assert made.prompt_text == f"Add two numbers.\n\n{programs.PROGRAM}"
     assert made.truth == {"tests": [{"input": "1 2\n", "output": "3\n"}]}
     assert made.meta == {"origin": "taco"}
-    called = draft(eurus({"fn_name": "add", "inputs": [[1, 2], [[1], 2]], "outputs": [3, [[3]]]}))
+    called = draft(eurus({"fn_name": "add", "inputs": [[1, 2], [[1], 2]], "outputs": [[3], [[3]]]}))
     assert called.truth["tests"] == [{"args": [1, 2], "expected": 3}, {"args": [[1], 2], "expected": [3]}]
+    lists = draft(eurus({"fn_name": "add", "inputs": [[1], [2]], "outputs": [[3], [3, 4]]}))  # results that are lists
+    assert [test["expected"] for test in lists.truth["tests"]] == [[3], [3, 4]]
     assert "define `add`" in called.prompt_text
 
 
@@ -178,12 +180,13 @@ PLUS = {"prompt": "def root(n):\n", "entry_point": "root", "canonical_solution":
 def test_calls_whose_results_the_sources_own_solution_gives() -> None:
     """As HumanEval+ has them: the results come out of the sandbox; a call that ends badly or says too much goes."""
     made = draft(programs.humaneval(row(**PLUS, base_input=[[4]], plus_input=[["x"], [9]])))
-    assert made.truth == {"fn_name": "root", "tests": [{"args": [4]}, {"args": ["x"]}, {"args": [9]}]}
+    calls = [{"args": [4]}, {"args": ["x"]}, {"args": [9]}]
+    assert made.truth == {"fn_name": "root", "tests": calls, "time_limit_s": 60.0}
     oracles = Oracles(unsafe_no_sandbox=False)
     try:
         told = draft(oracles.with_expected(made))
         tests = [{"args": [4], "expected": [2.0, 4]}, {"args": [9], "expected": [3.0, 9]}]
-        assert told.truth == {"fn_name": "root", "tests": tests}
+        assert told.truth == {**made.truth, "tests": tests}
         assert oracles.counts == {"tests": 3, "left_out": 1}
         long = {**PLUS, "canonical_solution": "    return 'x' * 200_000 * n\n"}
         made = draft(programs.humaneval(row(**long, base_input=[[0]], plus_input=[[1]])))

@@ -26,6 +26,10 @@ def add_parser(commands: Any) -> None:
     one.add_argument("--out", metavar="DIR", type=Path, required=True, help="folder for the output")
     text = "only this part of the source, such as a data set in its files; default: everything"
     one.add_argument("--only", metavar="PART", default="", help=text)
+    text = "only rows from this date on; default: livecodebench: the paper's period"
+    one.add_argument("--since", type=_date, metavar="YYYY-MM-DD", help=text)
+    text = "only rows up to this date, included; default: as --since"
+    one.add_argument("--until", type=_date, metavar="YYYY-MM-DD", help=text)
     one.add_argument("--name", help="prefix of the records' ids; default: --task, or SOURCE")
     one.add_argument(
         "--size", type=_count, metavar="N", help="number of records, drawn at random by --seed; default: all"
@@ -98,6 +102,15 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _date(text: str) -> str:
+    from datetime import date
+
+    try:
+        return date.fromisoformat(text).isoformat()
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a date, YYYY-MM-DD; got {text!r}") from None
+
+
 def _all_or_count(text: str) -> int | None:
     return None if text == "all" else _count(text)
 
@@ -130,6 +143,8 @@ def _options(arguments: argparse.Namespace) -> Any:
     if arguments.only and arguments.only not in source.parts:
         known = ", ".join(source.parts) or "none"
         raise ConfigError(f"--only {arguments.only}: {source.name} has no such part; known: {known}")
+    if (arguments.since or arguments.until) and not source.date_column:
+        raise ConfigError(f"--since, --until: the rows of {source.name} have no date")
     if (arguments.tokenizer is None) != (arguments.max_prompt_tokens is None):
         raise ConfigError("--tokenizer and --max-prompt-tokens must be used together.  Fix: give both or neither")
     for option in ("ngram", "workers", "judge_workers"):

@@ -18,7 +18,7 @@ from nemo_prorl.data.prepare.judge import JudgeOptions, JudgeVerdict, verdicts
 from nemo_prorl.data.prepare.manifest import Checks, HubSource, InputFile, PreparedManifest, RecordCounts
 from nemo_prorl.data.prepare.oracle import Oracles
 from nemo_prorl.data.prepare.output import Part
-from nemo_prorl.data.prepare.rows import data_files, read_rows, sha256_of
+from nemo_prorl.data.prepare.rows import Row, data_files, read_rows, sha256_of, used_patterns
 from nemo_prorl.data.prepare.sources import ALL, Source
 from nemo_prorl.data.records import PromptRecord, validate_record
 from nemo_prorl.errors import ConfigError, DataError
@@ -40,6 +40,7 @@ class PrepareOptions:
     `task`: task of the records; None: that of the source, whose plugin then checks truths and gold answers, and whose
         form of the answer is written into the prompts.
     `only`: --only: a part of the source; "" means the whole source.
+    `since`, `until`: the first and the last date, YYYY-MM-DD; None means the source's default.
     `columns`: --field: field -> name of its column in the source.
     `check`: number of gold answers to judge; None means all.
     `agreement`: judge | grader | none.
@@ -51,6 +52,8 @@ class PrepareOptions:
     out: Path
     name: str
     only: str = ""
+    since: str | None = None
+    until: str | None = None
     size: int | None = None
     holdout: int | None = None
     limit: int | None = None
@@ -99,6 +102,7 @@ class Preparation:
         self.origin, self.hub, self.inputs = "", HubSource(), list[InputFile]()
         self.checks: Checks = {"gold": {"checked": 0, "failed": 0, "without": 0}}
         self._oracles = Oracles(options.unsafe_no_sandbox)
+        self._wanted = options.source.selection() if options.source.selection else None
 
     @property
     def own_task(self) -> bool:
@@ -134,7 +138,7 @@ class Preparation:
             self.hub = {"repo": source.repo, "commit": commit}
         else:
             folder = Path(opts.origin)
-            patterns = source.parts.get(opts.only, ())
+            patterns = source.parts.get(opts.only, ()) or used_patterns(folder, source.files)
         for file in data_files(folder, patterns):
             before = self.read
             self._read_file(file)
@@ -158,7 +162,21 @@ class Preparation:
                 return
             if opts.only and column and row.needed(column) != opts.only:
                 continue
-            self._add(str(file), row.line, opts.source.convert(row), f"{opts.name}-{self.read}", None)
+            if self._wanted is not None and not self._wanted(row):
+                continue
+            drafted = self._outside(row) or opts.source.convert(row)
+            self._add(str(file), row.line, drafted, f"{opts.name}-{self.read}", None)
+
+    def _outside(self, row: Row) -> Drop | None:
+        """Return a Drop for a row before --since or after --until."""
+        opts, source = self.options, self.options.source
+        if not source.date_column:
+            return None
+        since, until = opts.since or source.since, opts.until or source.until
+        date = row.text(source.date_column)[:10]
+        if (since and date < since) or (until and date > until):
+            return Drop("outside the period", f"{source.date_column} is {date}")
+        return None
 
     def _make(self, tasks_file: Path) -> None:
         opts = self.options

@@ -102,11 +102,19 @@ def data_files(path: Path, patterns: Sequence[str] = (), option: str = "--from")
     if not path.is_dir():
         raise ConfigError(f"{option} {path}: no such file or folder; expected one with data in {known}")
     wanted = patterns or ("*",)
+    absent = [name for name in patterns if "*" not in name and not any(path.rglob(name))]
+    if absent and len(absent) < len(patterns):
+        raise ConfigError(f"{option} {path}: the folder lacks {', '.join(absent)}; expected {', '.join(patterns)}")
     found = {file for pattern in wanted for file in path.rglob(pattern) if file.name.endswith(SUFFIXES)}
     if not found:
         which = f" that matches {' or '.join(patterns)}" if patterns else ""
         raise ConfigError(f"{option} {path}: the folder contains no {known} file{which}")
     return sorted(found)
+
+
+def used_patterns(path: Path, patterns: Sequence[str]) -> Sequence[str]:
+    """Return the patterns if a file of the folder matches one; () otherwise, so that files may have other names."""
+    return patterns if path.is_dir() and any(True for pattern in patterns for _ in path.rglob(pattern)) else ()
 
 
 def read_rows(file: Path, columns: Mapping[str, str]) -> Iterator[Row]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from nemo_prorl.data.prepare import answers, instructions, programs, puzzles
+from nemo_prorl.data.prepare import answers, instructions, livecodebench, programs, puzzles
 from nemo_prorl.data.prepare.drafts import Draft, Drop
 from nemo_prorl.data.prepare.rows import Row
 from nemo_prorl.errors import ConfigError
@@ -27,6 +27,8 @@ class Source:
     `gated`: the publisher asks for an account and the acceptance of terms.
     `parts`: the values of --only, each with the patterns of its files; no patterns: all files of the source.
     `part_column`: the column that names a row's part; "" if the files alone distinguish the parts.
+    `date_column`: the column with a row's date, YYYY-MM-DD first; `since`, `until`: defaults of --since and --until.
+    `selection`: makes the function that returns whether a row is read at all; None: each row is read.
     """
 
     name: str
@@ -47,10 +49,17 @@ class Source:
     gated: bool = False
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     part_column: str = ""
+    date_column: str = ""
+    since: str = ""
+    until: str = ""
+    selection: Callable[[], Callable[[Row], bool]] | None = None
 
 
 _MATH = answers.final_answer("math")
 _UNKNOWN = "that of the file"
+_EURUS_REVISION = "9776b13264b5aaa0b16495fcf086a0a8d86fd655"
+_EURUS_COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
+_EURUS_KNOWN = "its data card, and public projects that pin this commit"
 
 SOURCES = {
     source.name: source
@@ -72,6 +81,26 @@ SOURCES = {
             programs.eurus,
             "PRIME-RL/Eurus-2-RL-Data",
             ("train*.parquet", "**/train*.parquet"),
+            revision=_EURUS_REVISION,
+            columns=_EURUS_COLUMNS,
+            known_from=_EURUS_KNOWN,
+            rows=480_537,
+        ),
+        Source(
+            "eurus2-rl-validation",
+            "code",
+            "the programming problems of Eurus-2-RL's validation set: four benchmarks of the paper",
+            "MIT (data card); problems belong to their contests",
+            programs.eurus,
+            "PRIME-RL/Eurus-2-RL-Data",
+            ("validation*.parquet", "**/validation*.parquet"),
+            holdout=ALL,
+            revision=_EURUS_REVISION,
+            columns=_EURUS_COLUMNS,
+            known_from=_EURUS_KNOWN,
+            rows=2_048,
+            parts={"apps": (), "codecontests": (), "codeforces": (), "taco": ()},
+            part_column="data_source",
         ),
         Source(
             "scp-116k",
@@ -131,6 +160,51 @@ SOURCES = {
             "HumanEval, or HumanEval+ with the arguments of EvalPlus",
             "MIT (repository openai/human-eval); EvalPlus' tests Apache-2.0",
             programs.humaneval,
+        ),
+        Source(
+            "humanevalplus",
+            "code",
+            "HumanEval+: 164 functions with the tests of EvalPlus",
+            "Apache-2.0 (data card)",
+            programs.humaneval,
+            "evalplus/humanevalplus",
+            ("data/test-*.parquet",),
+            holdout=ALL,
+            revision="d32357cf319e50e9c8d8dab5ea876c72b0fd321b",
+            columns=("task_id", "prompt", "canonical_solution", "entry_point", "test"),
+            known_from="EvalPlus' tool that writes this form, and public projects that pin this commit",
+            rows=164,
+        ),
+        Source(
+            "livecodebench",
+            "code",
+            "LiveCodeBench's code generation (lite), of the paper's period unless --since and --until say otherwise",
+            "problems belong to their contests",
+            livecodebench.livecodebench,
+            "livecodebench/code_generation_lite",
+            livecodebench.RELEASES["release_v6"],
+            holdout=ALL,
+            revision="0fe84c3912ea0c4d4a78037083943e8f0c4dd505",
+            columns=livecodebench.COLUMNS,
+            known_from="LiveCodeBench's repository, and public projects that pin this commit",
+            rows=1_055,
+            megabytes=4_486.0,
+            parts=livecodebench.RELEASES,
+            date_column="contest_date",
+            since=livecodebench.SINCE,
+            until=livecodebench.UNTIL,
+        ),
+        Source(
+            "codeforces-submissions",
+            "code",
+            "Codeforces-Python-Submissions: its problems, each with the first accepted program",
+            "problems belong to Codeforces",
+            programs.codeforces,
+            "MatrixStudio/Codeforces-Python-Submissions",
+            ("data/*.parquet",),
+            columns=programs.CODEFORCES_COLUMNS,
+            known_from="public programs that read it; the commit and the types of the columns are not verified",
+            selection=programs.first_accepted,
         ),
         Source("mbpp", "code", "MBPP", "CC BY 4.0 (data card)", programs.mbpp),
         Source("leetcode", "code", "LeetCode's problems as rLLM has them", "problems (c) LeetCode", programs.leetcode),

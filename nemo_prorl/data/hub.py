@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,24 +14,35 @@ _log = logging.getLogger(__name__)
 
 _TIMEOUT_S = 30.0  # seconds for one reply of the hub
 _NAME = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _WEIGHTS = "*.safetensors"
 _OF_MODEL = ("*.json", "*.jinja", "*.txt", "*.model")  # configuration and tokenizer
 
 
-def download(repo: str, patterns: Sequence[str], revision: str | None) -> tuple[Path, str]:
+def by_hand(repo: str, patterns: Sequence[str], revision: str | None, folder: str) -> str:
+    """Return the command that downloads the matching files of a data set into `folder`."""
+    words = ["hf", "download", repo, "--repo-type", "dataset", *(["--revision", revision] if revision else [])]
+    return shlex.join([*words, "--include", *patterns, "--local-dir", folder])
+
+
+def download(repo: str, patterns: Sequence[str], revision: str | None, folder: str, goes_on: str) -> tuple[Path, str]:
     """Download the matching files of a data set into the hub's cache, unless cached; return (folder, commit).
 
-    Each error names the files to download by hand instead.
+    Each error names the command that downloads them on another machine instead.
+
+    Args:
+        folder: name of the folder for files that are downloaded by hand.
+        goes_on: the command that continues with this folder.
 
     Raises:
         ConfigError: the data set is gated, or the hub does not have the data set or the revision.
         UnfitMachine: the hub cannot be reached, or the package huggingface_hub is not installed.
     """
-    by_hand = (
-        f"download {' and '.join(patterns)} of https://huggingface.co/datasets/{repo} on a machine with "
-        "network access, and use --from FOLDER"
+    instead = (
+        f"on a machine with network access run `{by_hand(repo, patterns, revision, folder)}`, copy FOLDER here, and"
+        f" continue with `{goes_on}`"
     )
-    return _fetched("dataset", repo, patterns, revision, "--from hub", by_hand)
+    return _fetched("dataset", repo, patterns, revision, "--from hub", instead)
 
 
 def model_folder(text: str, option: str, weights: bool) -> Path:
@@ -53,13 +65,13 @@ def model_folder(text: str, option: str, weights: bool) -> Path:
         return Path(text)
     repo, revision = found["repo"], found["revision"]
     patterns = (*_OF_MODEL, *([_WEIGHTS] if weights else []))
-    by_hand = (
+    instead = (
         f"if {text} is a folder, correct its path; otherwise download {', '.join(patterns)} of"
         f" https://huggingface.co/{repo} on a machine with network access, and name the folder"
     )
     if (cached := _cached(repo, revision)) is not None and (not weights or _has_weights(cached)):
         return cached
-    return _fetched("model", repo, patterns, revision, f"{option}={text}", by_hand)[0]
+    return _fetched("model", repo, patterns, revision, f"{option}={text}", instead)[0]
 
 
 def _cached(repo: str, revision: str | None) -> Path | None:
@@ -82,7 +94,7 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _fetched(
-    kind: str, repo: str, patterns: Sequence[str], revision: str | None, option: str, by_hand: str
+    kind: str, repo: str, patterns: Sequence[str], revision: str | None, option: str, instead: str
 ) -> tuple[Path, str]:
     """Download the matching files of a `dataset` or `model` into the hub's cache; return (folder, commit)."""
     named = "data set" if kind == "dataset" else kind
@@ -90,25 +102,27 @@ def _fetched(
         from huggingface_hub import HfApi, constants, snapshot_download
         from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
     except ImportError as error:
-        raise UnfitMachine(f"{option} needs the package huggingface_hub ({error}): install it, or {by_hand}") from error
+        raise UnfitMachine(f"{option} needs the package huggingface_hub ({error}): install it, or {instead}") from error
     constants.HF_HUB_DOWNLOAD_TIMEOUT = int(_TIMEOUT_S)
     info: Callable[..., Any] = getattr(HfApi(), f"{kind}_info")
     try:
-        commit = info(repo, revision=revision, timeout=_TIMEOUT_S).sha or ""
+        # A commit needs no question to the hub, so that cached files are found without network access, too.
+        known = revision is not None and _COMMIT.fullmatch(revision) is not None
+        commit = revision if known else info(repo, revision=revision, timeout=_TIMEOUT_S).sha
         _log.info("downloading %s %s at commit %s from the Hugging Face hub", named, repo, commit)
         folder = snapshot_download(
             repo, repo_type=kind, revision=commit, allow_patterns=list(patterns), etag_timeout=_TIMEOUT_S
         )
     except GatedRepoError as error:
         raise ConfigError(
-            f"{option}: {repo} is gated: accept its terms on the hub and set HF_TOKEN, or {by_hand}"
+            f"{option}: {repo} is gated: accept its terms on the hub and set HF_TOKEN, or {instead}"
         ) from error
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         wanted = f"{repo} at revision {revision}" if revision else repo
-        raise ConfigError(f"{option}: the hub has no {named} {wanted}; {by_hand}") from error
+        raise ConfigError(f"{option}: the hub has no {named} {wanted}; {instead}") from error
     except Exception as error:  # errors of the network, the hub or the disk: in all cases the files are missing
-        raise UnfitMachine(f"{option}: {repo} cannot be fetched ({_reason(error)}). Fix: {by_hand}") from error
-    return Path(folder), commit
+        raise UnfitMachine(f"{option}: {repo} cannot be fetched ({_reason(error)}). Fix: {instead}") from error
+    return Path(folder), Path(folder).name
 
 
 def _reason(error: BaseException) -> str:

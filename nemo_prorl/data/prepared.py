@@ -12,18 +12,24 @@ from omegaconf import DictConfig
 
 from nemo_prorl.errors import ConfigError
 
-# The folders of data=prorl, with the arguments of `prorl data prepare` that make each (docs/howto/prepare_data.md).
+# The folders of data=prorl and of the benchmarks of the set `paper`, each with the arguments of `prorl data prepare`.
+# `prorl data prepare paper` makes them in this order: training prompts are compared with the benchmarks.
+JUDGE = " --judge-url URL --judge-model NAME"
 PAPER = {
+    "aime24": "aime24 --from hub",
+    "aime25": "aime25 --from hub",
+    "amc": "amc --from hub",
+    "math500": "math500 --from hub",
+    "minerva": "minerva --from hub",
+    "olympiadbench": "olympiadbench --from hub",
+    "gpqa": "gpqa --from hub",
+    "ifeval": "ifeval --from hub",
+    "graph_color": "reasoning-gym --only graph_color --size 0 --holdout 100",
+    "reasoning-gym": "reasoning-gym",
     "deepscaler": "deepscaler --from hub",
     "eurus2-rl": "eurus2-rl --from hub --size 24000",
-    "scp-116k": "scp-116k --from hub --size 25000 --judge-url URL --judge-model NAME",
-    "reasoning-gym": "reasoning-gym",
+    "scp-116k": f"scp-116k --from hub --size 25000{JUDGE}",
     "instructions": "nemotron-if --from hub --size 10000",
-    "aime24": "math --from aime24.jsonl --name aime24 --holdout all",
-    "codeforces": "code --from codeforces.jsonl --name codeforces --holdout all",
-    "gpqa": "gpqa --from hub --holdout all",
-    "ifeval": "ifeval --from hub --holdout all",
-    "graph_color": "reasoning-gym --from graph_color.yaml --name graph_color --size 0 --holdout 100",
 }
 GENERATORS = ("arithmetic", "code", "instructions", "stem")  # reasoning_gym:DATASET is a generator, too
 _GENERATED = {"arithmetic": "math"}  # generator: task, if the names differ
@@ -81,8 +87,9 @@ def faults(cfg: DictConfig) -> list[str]:
         files = "1 file is" if len(missing) == 1 else f"{len(missing)} files are"
         if shipped:
             lines.append(
-                "Fix: prepare them (docs/howto/prepare_data.md), name their folder (data.folder=FOLDER), or choose"
-                " other data (data=NAME)"
+                f"Fix: prepare them, all at once with `prorl data prepare paper --out {cfg.data.folder}`"
+                " (docs/howto/prepare_data.md); name their folder (data.folder=FOLDER); or choose other data"
+                " (data=NAME)"
             )
         found.append("\n".join([f"data: {files} missing, relative to {Path.cwd()}", *lines]))
     if lacking := missing_tasks(cfg):

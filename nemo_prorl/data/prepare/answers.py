@@ -16,7 +16,7 @@ CHOICE = "Think step by step, and put the letter of the right option in \\boxed{
 
 _PROBLEM = ("problem", "question", "prompt", "Question")
 _ANSWER = ("answer", "expected_answer", "final_answer")
-_ID = ("id", "task_id", "key", "uuid", "hash_id", "Record ID")
+_ID = ("id", "task_id", "key", "uuid", "hash_id", "unique_id", "Record ID", "record_id")
 _PLACEHOLDERS = {"n/a", "na", "nan", "null", "tbd", "todo", "?", "unknown", "no answer", "not available"}
 _BETWEEN_WORDS = r"[\s,.;:!?'\"\u2018-\u201d\u2013\u2014-]"
 _PROSE = re.compile(rf"[^\W\d_]+(?:{_BETWEEN_WORDS}+[^\W\d_]+)*{_BETWEEN_WORDS}*")  # no digit and no sign of a formula
@@ -231,6 +231,12 @@ def gpqa(row: Row) -> Draft | Drop:
     order = list(range(len(texts)))
     random.Random(question).shuffle(order)
     return _choice(row, question, [texts[at] for at in order], _OPTIONS[order.index(0)])
+
+
+def gpqa_open(row: Row) -> Draft | Drop:
+    """Convert a row of GPQA without its options: `question` and `correct_answer`, a text."""
+    question, answer = row.text("question"), row.text("correct_answer").strip()
+    return _final(row, "stem", {"answer": answer}, answer, question)
 
 
 def last_box(text: str) -> str | None:

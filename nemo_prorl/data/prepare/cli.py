@@ -21,10 +21,18 @@ def add_parser(commands: Any) -> None:
     text = "convert a data set into prompt records: DIR/train.jsonl, validation.jsonl, dropped.jsonl, manifest.json"
     one = inner.add_parser("prepare", help=text, description=text)
     one.set_defaults(run_command=run)
-    one.add_argument("source", metavar="SOURCE", help="a name from `prorl data sources`")
-    one.add_argument("--from", dest="origin", metavar="PATH", help="file or folder to read, or 'hub' (Hugging Face)")
+    _add_options(one)
+
+
+def _add_options(one: argparse.ArgumentParser) -> None:
+    text = "a name from `prorl data sources`; or paper: all that data=prorl and the paper's benchmarks need"
+    one.add_argument("source", metavar="SOURCE", help=text)
+    text = "file or folder to read, or 'hub' (Hugging Face); for paper: 'hub' (default), or a folder with a folder for"
+    text += " each source, FOLDER/SOURCE, with the files as published"
+    one.add_argument("--from", dest="origin", metavar="PATH", help=text)
     one.add_argument("--out", metavar="DIR", type=Path, required=True, help="folder for the output")
-    text = "only this part of the source, such as a data set in its files; default: everything"
+    text = "only this part of the source: a data set in its files, a task of reasoning-gym, a folder of paper; default:"
+    text += " everything"
     one.add_argument("--only", metavar="PART", default="", help=text)
     text = "only rows from this date on; default: livecodebench: the paper's period"
     one.add_argument("--since", type=_date, metavar="YYYY-MM-DD", help=text)
@@ -34,6 +42,8 @@ def add_parser(commands: Any) -> None:
     one.add_argument(
         "--size", type=_count, metavar="N", help="number of records, drawn at random by --seed; default: all"
     )
+    text = "for paper: multiply all numbers of records by X, for a trial; default: 1"
+    one.add_argument("--scale", type=_share, default=1.0, metavar="X", help=text)
     text = "records for validation; default: all for a benchmark, 9600 for reasoning-gym, otherwise 0"
     one.add_argument("--holdout", type=_holdout_count, metavar="N|all", help=text)
     one.add_argument("--limit", type=_count, metavar="N", help="read only the first N rows, for a trial; default: all")
@@ -111,6 +121,16 @@ def _date(text: str) -> str:
         raise argparse.ArgumentTypeError(f"expected a date, YYYY-MM-DD; got {text!r}") from None
 
 
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, at most 1; got {text!r}")
+    return value
+
+
 def _all_or_count(text: str) -> int | None:
     return None if text == "all" else _count(text)
 
@@ -126,6 +146,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises a ProrlError, such as DataError, for a failure; its `exit_code` is the exit code of the command.
     """
+    if arguments.source == "paper":
+        return _paper(arguments)
+    if arguments.scale != 1:
+        raise ConfigError(f"--scale {arguments.scale:g}: is for `paper`.  Fix: --size N")
     options = _options(arguments)
     from nemo_prorl.data.prepare import job
 
@@ -134,13 +158,24 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _paper(arguments: argparse.Namespace) -> int:
+    from nemo_prorl.data.prepare.paper import Paper
+
+    parser = argparse.ArgumentParser()
+    _add_options(parser)
+    paper = Paper(arguments, parser, _options)
+    paper.run()
+    sys.stdout.write(paper.table())
+    return paper.exit_code()
+
+
 def _options(arguments: argparse.Namespace) -> Any:
     """Return the options, checked against each other.  Raises ConfigError that names the wrong option."""
     from nemo_prorl.data.prepare.job import PrepareOptions
     from nemo_prorl.data.prepare.sources import source_of
 
     source = source_of(arguments.source)
-    if arguments.only and arguments.only not in source.parts:
+    if arguments.only and arguments.only not in source.parts and source.size is None:
         known = ", ".join(source.parts) or "none"
         raise ConfigError(f"--only {arguments.only}: {source.name} has no such part; known: {known}")
     if (arguments.since or arguments.until) and not source.date_column:

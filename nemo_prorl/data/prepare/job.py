@@ -91,6 +91,56 @@ class Item:
     part: Part | None = None
 
 
+def is_generated(options: PrepareOptions) -> bool:
+    """Return whether the problems are generated, from the shipped list of tasks or the list in --from."""
+    origin = options.origin
+    return options.source.size is not None and (origin is None or origin.endswith((".yaml", ".yml")))
+
+
+def tasks_file_of(options: PrepareOptions) -> Path:
+    """Return the list of tasks of a generated source."""
+    return puzzles.TASKS_FILE if options.origin is None else Path(options.origin)
+
+
+def generator() -> str:
+    """Return the package that generates puzzles, with its version."""
+    return f"reasoning_gym {version('reasoning_gym')}"
+
+
+def _patterns(options: PrepareOptions) -> tuple[str, ...]:
+    """Return the patterns of the source's files, or of those of --only."""
+    return options.source.parts.get(options.only, ()) or options.source.files
+
+
+def source_files(options: PrepareOptions, folder: Path) -> list[Path]:
+    """Return the data files to read: `folder` itself if it is a file, else those with the names of the source's files.
+
+    A folder without such names may hold the data in another form, so all its data files are returned, unless --only
+    selects by name.
+    """
+    return data_files(folder, options.source.parts.get(options.only) or used_patterns(folder, options.source.files))
+
+
+def _name_in(folder: Path, file: Path) -> str:
+    return file.name if file == folder else str(file.relative_to(folder))
+
+
+def has_inputs(options: PrepareOptions, manifest: PreparedManifest) -> bool:
+    """Return whether a manifest's inputs are those that a preparation with these options would read.
+
+    Files of the hub are the same if the commit is.  Without a pinned commit, the recorded commit is used again.
+    """
+    if is_generated(options):
+        file = tasks_file_of(options)
+        return manifest["from"] == generator() and manifest["inputs"][0]["sha256"] == sha256_of(file)
+    if options.origin == HUB:
+        wanted = options.revision or options.source.revision or manifest.get("commit")
+        return manifest.get("repo") == options.source.repo and manifest.get("commit") == wanted
+    folder = Path(str(options.origin))
+    found = [(_name_in(folder, file), sha256_of(file)) for file in source_files(options, folder)]
+    return found == [(one["file"], one["sha256"]) for one in manifest["inputs"]]
+
+
 class Preparation:
     """The state of a preparation: kept items, dropped rows with their reasons, and entries of the manifest."""
 
@@ -122,38 +172,30 @@ class Preparation:
 
     def _read_source(self) -> None:
         opts, source = self.options, self.options.source
-        list_of_tasks = opts.origin is not None and opts.origin.endswith((".yaml", ".yml"))
-        if source.size is not None and (opts.origin is None or list_of_tasks):
-            self._make(Path(opts.origin) if opts.origin is not None else puzzles.TASKS_FILE)
+        if is_generated(opts):
+            self._make()
             return
         if opts.origin is None:
             raise ConfigError(f"--from is missing; expected the file or folder of {source.name}, or 'hub'")
-        patterns: Sequence[str] = ()
         self.origin = opts.origin
         if opts.origin == HUB:
-            if not source.repo:
-                raise ConfigError(f"--from hub: {source.name} is not on the hub; expected a file or a folder")
-            patterns = self._patterns()
-            folder, commit = hub.download(source.repo, patterns, self._revision())
-            self.hub = {"repo": source.repo, "commit": commit}
+            folder, self.hub = self._download()
         else:
             folder = Path(opts.origin)
-            patterns = source.parts.get(opts.only, ()) or used_patterns(folder, source.files)
-        for file in data_files(folder, patterns):
+        for file in source_files(opts, folder):
             before = self.read
             self._read_file(file)
-            name = file.name if file == folder else str(file.relative_to(folder))
-            self.inputs.append({"file": name, "sha256": sha256_of(file), "rows": self.read - before})
+            self.inputs.append({"file": _name_in(folder, file), "sha256": sha256_of(file), "rows": self.read - before})
 
-    def _patterns(self) -> tuple[str, ...]:
-        """Return the patterns of the files to download."""
-        source = self.options.source
-        return source.parts.get(self.options.only, ()) or source.files
-
-    def _revision(self) -> str | None:
-        """Return the revision to download: --revision, the pinned commit, or the commit of an earlier preparation."""
-        opts = self.options
-        return opts.revision or opts.source.revision or output.recorded_commit(opts.out, opts.source.repo)
+    def _download(self) -> tuple[Path, HubSource]:
+        opts, source = self.options, self.options.source
+        if not source.repo:
+            raise ConfigError(f"--from hub: {source.name} is not on the hub; expected a file or a folder")
+        revision = opts.revision or source.revision or output.recorded_commit(opts.out, source.repo)
+        goes_on = f"prorl data prepare {source.name}{f' --only {opts.only}' if opts.only else ''}"
+        goes_on += f" --from FOLDER/{source.name} --out {shlex.quote(str(opts.out))}"
+        folder, commit = hub.download(source.repo, _patterns(opts), revision, f"FOLDER/{source.name}", goes_on)
+        return folder, {"repo": source.repo, "commit": commit}
 
     def _read_file(self, file: Path) -> None:
         opts, column = self.options, self.options.source.part_column
@@ -178,9 +220,13 @@ class Preparation:
             return Drop("outside the period", f"{source.date_column} is {date}")
         return None
 
-    def _make(self, tasks_file: Path) -> None:
-        opts = self.options
+    def _make(self) -> None:
+        opts, tasks_file = self.options, tasks_file_of(self.options)
         tasks = puzzles.read_tasks(tasks_file)
+        if opts.only:
+            if opts.only not in tasks:
+                raise ConfigError(f"--only {opts.only}: {tasks_file.name} has no such task; it has: {', '.join(tasks)}")
+            tasks = {opts.only: tasks[opts.only]}
         size = (opts.source.size or 0) if opts.size is None else opts.size
         holdout = self._holdout()
         if holdout == ALL:
@@ -195,11 +241,15 @@ class Preparation:
             for number, drafted in enumerate(drafts, 1):
                 suffix = drafted.row_id if isinstance(drafted, Draft) else str(number)
                 self._add(f"{part} of {tasks_file.name}", number, drafted, f"{prefix}-{suffix}", part)
-        self.origin = f"reasoning_gym {version('reasoning_gym')}"
+        self.origin = generator()
         self.inputs = [{"file": tasks_file.name, "sha256": sha256_of(tasks_file), "rows": len(train) + len(held)}]
 
     def _holdout(self) -> int:
-        return self.options.source.holdout if self.options.holdout is None else self.options.holdout
+        opts = self.options
+        if opts.holdout is not None:
+            return opts.holdout
+        from_file = opts.source.size is not None and not is_generated(opts)
+        return 0 if from_file else opts.source.holdout
 
     def _add(self, file: str, line: int, drafted: Draft | Drop, identity: str, part: Part | None) -> None:
         self.read += 1
@@ -261,7 +311,8 @@ class Preparation:
         sets = filters.Contamination(self.options.ngram, self.options.overlap)
         for path in self.options.against:
             sets.add(path)
-        found = [sets.find(item.draft.question) for item in self.items]
+        # Puzzles generated for validation are not training prompts: some of the sets may hold the same puzzles.
+        found = [None if item.part == "validation" else sets.find(item.draft.question) for item in self.items]
         self._drop_where(
             None if one is None else Drop("contaminated", f"{one.where}: {one.share:.0%} in common: {one.words}")
             for one in found
@@ -273,7 +324,7 @@ class Preparation:
             "template_ngrams": sets.template,
             "against": [
                 {
-                    "file": file.name,
+                    "file": f"{file.parent.name}/{file.name}",
                     "sha256": sha256_of(file),
                     "rows": rows,
                     "dropped": sum(one is not None and one.where.startswith(f"{file}:") for one in found),

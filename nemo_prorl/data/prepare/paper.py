@@ -1,0 +1,214 @@
+"""`prorl data prepare paper`: every folder of data=prorl and of the benchmarks of the set `paper`, in one command."""
+
+import argparse
+import json
+import logging
+import math
+import shlex
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_prorl.data import hub
+from nemo_prorl.data.prepare import job, output
+from nemo_prorl.data.prepare.job import PrepareOptions
+from nemo_prorl.data.prepare.manifest import PreparedManifest
+from nemo_prorl.data.prepare.rows import sha256_of
+from nemo_prorl.data.prepare.sources import ALL, Source, source_of
+from nemo_prorl.data.prepared import JUDGE, PAPER
+from nemo_prorl.errors import ConfigError, ProrlError, UnfitMachine
+
+_log = logging.getLogger(__name__)
+
+# Options that decide where files are and how fast it goes, but not which records are made.
+_NEUTRAL = {"--out", "--from", "--against", "--workers", "--unsafe-no-sandbox", "--judge-url", "--judge-workers"}
+_NEUTRAL |= {"--judge-deadline-s"}
+_HEAD = ("folder", "source", "state", "read", "kept", "train", "validation", "seconds", "dropped")
+_OF_ONE_SOURCE = ("name", "size", "holdout", "field", "task", "licence", "revision")
+
+
+@dataclass
+class Step:
+    """A folder to make: the words of its command, and the result.
+
+    `state`: made, as before (the folder was finished) or missing.  `fault`: why the folder is missing.
+    """
+
+    folder: str
+    words: list[str]
+    state: str = "missing"
+    manifest: PreparedManifest | None = None
+    seconds: float = 0.0
+    fault: ProrlError | None = None
+
+    @property
+    def source(self) -> Source:
+        return source_of(self.words[0])
+
+
+Options = Callable[[argparse.Namespace], PrepareOptions]
+
+
+class Paper:
+    """The steps of `prorl data prepare paper`, benchmarks first: training prompts are compared with them.
+
+    Args:
+        arguments: the options of the command; each step takes those that its own words do not set.
+        parser: the parser of `prorl data prepare`.
+        options: converts a step's arguments; raises ConfigError.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, parser: argparse.ArgumentParser, options: Options) -> None:
+        for option in _OF_ONE_SOURCE:
+            if getattr(arguments, option) != parser.get_default(option):
+                raise ConfigError(
+                    f"--{option}: belongs to one source, and `paper` makes {len(PAPER)}.  Fix: prepare that source by"
+                    " itself; --scale X changes the sizes of all"
+                )
+        if arguments.only and arguments.only not in PAPER:
+            raise ConfigError(f"--only {arguments.only}: no folder of the paper's data; known: {', '.join(PAPER)}")
+        self._arguments, self._parser, self._options = arguments, parser, options
+        self._out: Path = arguments.out
+        self.steps = [
+            Step(folder, self._words(folder, shlex.split(command.removesuffix(JUDGE))))
+            for folder, command in PAPER.items()
+            if arguments.only in ("", folder)
+        ]
+
+    def _words(self, folder: str, words: list[str]) -> list[str]:
+        """Return the words of a folder's command with --from, --out and the sizes of this run."""
+        given, source = self._arguments, source_of(words[0])
+        if "--from" in words and given.origin not in (None, job.HUB):
+            words[words.index("--from") + 1] = str(Path(given.origin) / source.name)
+        if given.scale != 1:
+            own = self._parser.parse_args([*words, "--out", "x"])
+            sizes = {
+                "--size": source.size if own.size is None else own.size,
+                "--holdout": source.holdout if own.holdout is None else own.holdout,
+            }
+            for option, size in sizes.items():
+                if size not in (None, 0, ALL):
+                    words += [option, str(math.ceil(size * given.scale))]
+        return [*words, "--out", str(self._out / folder)]
+
+    def run(self) -> None:
+        """Make each folder that is not finished; go on to the next one if a folder cannot be made."""
+        for number, step in enumerate(self.steps, 1):
+            _log.info("%d of %d: %s", number, len(self.steps), step.folder)
+            started = time.monotonic()
+            try:
+                self._make(step)
+            except ProrlError as error:
+                step.fault = error
+                _log.warning("%s: %s", step.folder, error)
+            step.seconds = time.monotonic() - started
+
+    def _make(self, step: Step) -> None:
+        against = [word for file in self._benchmarks(step) for word in ("--against", str(file))]
+        arguments = argparse.Namespace(**{**vars(self._arguments), "only": "", "origin": None})
+        arguments.against = list(arguments.against)
+        arguments = self._parser.parse_args([*step.words, *against], arguments)
+        self._check_origin(step, arguments.origin)
+        options = self._options(arguments)
+        command = ["prorl", "data", "prepare", *_given(self._parser, arguments)]
+        if (found := _finished(options, command)) is not None:
+            step.manifest, step.state = found, "as before"
+            return
+        step.manifest, step.state = job.prepare(options, command), "made"
+
+    def _benchmarks(self, step: Step) -> list[Path]:
+        """Return the benchmarks' files to compare a training source with; none for a benchmark and for puzzles.
+
+        Generated puzzles are left out on both sides: held-out puzzles have other seeds, and none is in both parts.
+        """
+        if step.source.holdout == ALL or step.source.size is not None:
+            return []
+        names = [name for name, command in PAPER.items() if source_of(command.split()[0]).holdout == ALL]
+        files = [self._out / name / f"validation.{self._arguments.form}" for name in names]
+        if absent := [file.parent.name for file in files if not file.is_file()]:
+            _log.warning(
+                "%s is not compared with %s: not prepared.  The same command makes %s again once they are",
+                *(step.folder, ", ".join(absent), step.folder),
+            )
+        return [file for file in files if file.is_file()]
+
+    def _check_origin(self, step: Step, origin: str | None) -> None:
+        if origin in (None, job.HUB) or Path(str(origin)).exists():
+            return
+        source, goes_on = step.source, f"prorl data prepare paper --from {self._arguments.origin} --out {self._out}"
+        fix = "it is not on the hub"
+        if source.repo:
+            by_hand = hub.by_hand(source.repo, source.files, source.revision or None, str(origin))
+            fix = f"on a machine with network access run `{by_hand}`, and continue with `{goes_on}`"
+        raise UnfitMachine(
+            f"--from {origin}: no such folder; expected the files of {source.name} as published. Fix: {fix}"
+        )
+
+    def exit_code(self) -> int:
+        """Return 0 if every folder exists, otherwise the highest exit code of a fault: 4, bad data, before 3 and 2."""
+        return max((step.fault.exit_code for step in self.steps if step.fault is not None), default=0)
+
+    def table(self) -> str:
+        """Return the table of all folders, and below it what is missing with its reason."""
+        rows: list[tuple[str, ...]] = [_HEAD]
+        for step in self.steps:
+            counts: dict[str, Any] = dict(step.manifest["counts"]) if step.manifest else {}
+            why = ", ".join(f"{number} {reason}" for reason, number in counts.get("dropped", {}).items())
+            numbers = [f"{counts[key]:,}" if key in counts else "" for key in _HEAD[3:7]]
+            rows.append((step.folder, step.source.name, step.state, *numbers, f"{step.seconds:.0f}", why))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        form = "  ".join(
+            f"{{:{'>' if name in _HEAD[3:8] else '<'}{width}}}" for name, width in zip(_HEAD, widths, strict=True)
+        )
+        lines = [form.format(*row).rstrip() for row in rows]
+        if missing := [step for step in self.steps if step.fault is not None]:
+            lines += ["", f"{len(missing)} of {len(self.steps)} folders are missing:"]
+            for step in missing:
+                lines += [f"{step.folder}: {step.fault}", f"  alone: prorl data prepare {shlex.join(step.words)}"]
+        return "\n".join(lines) + "\n"
+
+
+def _given(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> list[str]:
+    """Return the words that give these arguments: the source, and each option with another value than its default."""
+    words = [arguments.source]
+    for action in parser._actions:
+        if not action.option_strings or action.dest in ("help", "scale"):
+            continue
+        option, value = action.option_strings[0], getattr(arguments, action.dest)
+        if value == action.default:
+            continue
+        if isinstance(value, list):
+            words += [word for item in value for word in (option, str(item))]
+        elif value is True:
+            words.append(option)
+        else:
+            words += [option, "all" if value in (None, ALL) else str(value)]
+    return words
+
+
+def _decisive(command: list[str]) -> list[str]:
+    """Return the words of a command that decide which records it makes."""
+    words, kept = iter(command), []
+    for word in words:
+        if word not in _NEUTRAL:
+            kept.append(word)
+        elif word != "--unsafe-no-sandbox":
+            next(words, None)
+    return kept
+
+
+def _finished(options: PrepareOptions, command: list[str]) -> PreparedManifest | None:
+    """Return the manifest of a folder that the same command has made from the same inputs; None if there is none."""
+    try:
+        manifest: PreparedManifest = json.loads((options.out / output.MANIFEST).read_text())
+        if _decisive(manifest["command"]) != _decisive(command) or not job.has_inputs(options, manifest):
+            return None
+        compared = manifest["checks"].get("contamination", {"against": []})["against"]
+        if [one["sha256"] for one in compared] != [sha256_of(file) for file in options.against]:
+            return None
+        whole = all(sha256_of(options.out / one["file"]) == one["sha256"] for one in manifest["outputs"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return manifest if whole else None

@@ -57,6 +57,7 @@ docs: setup
 	@$(BIN)/python setup/schemas.py
 	@$(BIN)/python docs/schema_list.py
 	@$(BIN)/python docs/commands.py
+	@$(BIN)/python docs/data_sources.py
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
 docs-serve: setup

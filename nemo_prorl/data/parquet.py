@@ -21,8 +21,11 @@ def is_parquet(path: str | Path) -> bool:
     return Path(path).suffix == ".parquet"
 
 
-def read_rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield each row with its number, from 1; null columns are left out.  Raises DataError for an unreadable file."""
+def read_rows(path: str | Path, with_null: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield each row with its number, from 1.  Raises DataError for an unreadable file.
+
+    `with_null`: keep the columns that are null in a row; otherwise they are left out.
+    """
     import pyarrow
     import pyarrow.parquet
 
@@ -32,7 +35,7 @@ def read_rows(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
             for batch in file.iter_batches(batch_size=_BATCH_ROWS):
                 for row in batch.to_pylist():
                     number += 1
-                    yield number, {key: value for key, value in row.items() if value is not None}
+                    yield number, {key: value for key, value in row.items() if with_null or value is not None}
     except pyarrow.ArrowException as error:
         raise DataError(f"{path}: not a readable Parquet file: {str(error).splitlines()[0]}") from error
 

@@ -200,6 +200,8 @@ def check_files(chosen: Iterable[Benchmark], data: Path | None) -> None:
         else f"  {one.name}: {Path(one.file).parent / str(one.prompts)}, which {one.file} names (prompts)"
         for one in lacking
     ]
+    if sum("paper" in one.sets for one in lacking) > 1:
+        lines.append(f"Fix: prorl data prepare paper --out {data or 'DIR'} makes all of the set paper (DIR: --data)")
     where = "--data DIR was not given" if data is None else f"{data} (--data) does not contain it"
     raise DataError(
         f"{len(lacking)} of the benchmarks need a file of prompt records, and {where}:\n" + "\n".join(lines)

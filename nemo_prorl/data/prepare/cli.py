@@ -171,7 +171,7 @@ def _paper(arguments: argparse.Namespace) -> int:
 
 def _options(arguments: argparse.Namespace) -> Any:
     """Return the options, checked against each other.  Raises ConfigError that names the wrong option."""
-    from nemo_prorl.data.prepare.job import PrepareOptions
+    from nemo_prorl.data.prepare.inputs import PrepareOptions
     from nemo_prorl.data.prepare.sources import source_of
 
     source = source_of(arguments.source)

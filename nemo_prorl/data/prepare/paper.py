@@ -13,7 +13,7 @@ from typing import Any
 
 from nemo_prorl.data import hub
 from nemo_prorl.data.prepare import job, output
-from nemo_prorl.data.prepare.job import PrepareOptions
+from nemo_prorl.data.prepare.inputs import HUB, PrepareOptions, has_inputs
 from nemo_prorl.data.prepare.manifest import PreparedManifest
 from nemo_prorl.data.prepare.rows import sha256_of
 from nemo_prorl.data.prepare.sources import ALL, Source, source_of
@@ -80,7 +80,7 @@ class Paper:
     def _words(self, folder: str, words: list[str]) -> list[str]:
         """Return the words of a folder's command with --from, --out and the sizes of this run."""
         given, source = self._arguments, source_of(words[0])
-        if "--from" in words and given.origin not in (None, job.HUB):
+        if "--from" in words and given.origin not in (None, HUB):
             words[words.index("--from") + 1] = str(Path(given.origin) / source.name)
         if given.scale != 1:
             own = self._parser.parse_args([*words, "--out", "x"])
@@ -135,7 +135,7 @@ class Paper:
         return [file for file in files if file.is_file()]
 
     def _check_origin(self, step: Step, origin: str | None) -> None:
-        if origin in (None, job.HUB) or Path(str(origin)).exists():
+        if origin in (None, HUB) or Path(str(origin)).exists():
             return
         source, goes_on = step.source, f"prorl data prepare paper --from {self._arguments.origin} --out {self._out}"
         fix = "it is not on the hub"
@@ -203,7 +203,7 @@ def _finished(options: PrepareOptions, command: list[str]) -> PreparedManifest |
     """Return the manifest of a folder that the same command has made from the same inputs; None if there is none."""
     try:
         manifest: PreparedManifest = json.loads((options.out / output.MANIFEST).read_text())
-        if _decisive(manifest["command"]) != _decisive(command) or not job.has_inputs(options, manifest):
+        if _decisive(manifest["command"]) != _decisive(command) or not has_inputs(options, manifest):
             return None
         compared = manifest["checks"].get("contamination", {"against": []})["against"]
         if [one["sha256"] for one in compared] != [sha256_of(file) for file in options.against]:

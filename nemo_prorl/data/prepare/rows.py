@@ -134,7 +134,7 @@ def read_rows(file: Path, columns: Mapping[str, str]) -> Iterator[Row]:
 def _values(file: Path) -> Iterator[tuple[int, Any]]:
     try:
         if file.suffix == ".parquet":
-            yield from tables.read_rows(file)
+            yield from tables.read_rows(file, with_null=True)
         elif file.name.endswith(".gz"):
             with gzip.open(file, "rb") as packed:
                 yield from _lines(file, packed)

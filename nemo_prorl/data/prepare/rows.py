@@ -113,8 +113,8 @@ def data_files(path: Path, patterns: Sequence[str] = (), option: str = "--from")
 
 
 def used_patterns(path: Path, patterns: Sequence[str]) -> Sequence[str]:
-    """Return the patterns if a file of the folder matches one; () otherwise, so that files may have other names."""
-    return patterns if path.is_dir() and any(True for pattern in patterns for _ in path.rglob(pattern)) else ()
+    """Return the patterns that a file of the folder matches; without any, the files have other names: all are read."""
+    return [name for name in patterns if path.is_dir() and any(path.rglob(name))]
 
 
 def read_rows(file: Path, columns: Mapping[str, str]) -> Iterator[Row]:

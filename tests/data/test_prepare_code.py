@@ -94,7 +94,7 @@ def test_a_folder_of_both_splits_gives_each_source_its_own(tmp_path: Path) -> No
 
 def test_livecodebench_of_the_papers_period(tmp_path: Path) -> None:
     folder, out = published.livecodebench(tmp_path), tmp_path / "out"
-    assert prepare("livecodebench", "--from", folder, "--only", "release_v5", "--out", out) == 0
+    assert prepare("livecodebench", "--from", folder, "--out", out) == 0
     made = manifest(out)
     assert [entry["file"] for entry in made["inputs"]] == list(contests.RELEASES["release_v5"])
     assert made["counts"]["dropped"] == {"broken tests": 1, "no tests": 1, "outside the period": 4}
@@ -123,6 +123,9 @@ def test_livecodebench_of_another_period_and_release(tmp_path: Path) -> None:
     words = ("--only", "release_v1", *period, "--out", out, "--check", 0)
     assert prepare("livecodebench", "--from", folder, *words) == 0
     assert len(records(out, "validation")) == 2
+    words = ("--only", "release_v6", "--until", "2025-12-31", "--out", out, "--check", 0)
+    assert prepare("livecodebench", "--from", folder, *words) == 0
+    assert [row["meta"]["contest_date"] for row in records(out, "validation")][-1] == "2025-02-01"
 
 
 def test_what_livecodebench_needs_is_named(

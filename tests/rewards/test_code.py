@@ -471,3 +471,18 @@ def test_a_setup_stands_before_a_program_from_the_future(code: CodeReward) -> No
     result = run(code, truth, "from __future__ import annotations\nprint(base + 1)")
     assert result.score == 1.0, result.detail
     assert "main.py, line 1" in run(code, truth, "1 +").detail
+
+
+def test_the_setting_setup_runs_before_programs_that_read_standard_input(code: CodeReward) -> None:
+    """For example the imports that PRIME's checker puts before each program."""
+    program = "print(Counter(input()).most_common(1)[0][0], sys.getrecursionlimit())"
+    truth = stdin(("aab\n", "a 5000\n"), ("xyy\n", "y 5000\n"))
+    assert run(code, truth, program).score == 0
+    imports = "from collections import *\nimport sys\nsys.setrecursionlimit(5000)"
+    other = CodeReward(CodeReward.Config(setup=imports))
+    other.sandbox = code.sandbox
+    assert run(other, truth, program).score == 1
+    assert run(other, {**truth, "setup": "import sys"}, program).score == 0
+    assert run(other, call("f", ([], 1000)), "def f():\n    import sys\n    return sys.getrecursionlimit()").score == 1
+    with pytest.raises(ValueError, match="setup is not valid Python: SyntaxError"):
+        CodeReward(CodeReward.Config(setup="from math import"))

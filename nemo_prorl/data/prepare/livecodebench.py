@@ -20,7 +20,9 @@ COLUMNS = (
     *("question_title", "question_content", "platform", "question_id", "contest_id", "contest_date"),
     *("starter_code", "difficulty", "public_test_cases", "private_test_cases", "metadata"),
 )
-# The paper does not name a period.  This is the period of DeepCoder's test set, which the authors evaluated with.
+# The paper names neither release nor period.  Its authors evaluated with DeepCoder's file of LiveCodeBench: release_v5
+# from August 2024 to January 2025, 279 problems.  Release_v6 has more of the period: of its 175 new problems, other
+# reports count 131 from February 2025 on.
 SINCE, UNTIL = "2024-08-01", "2025-01-31"
 
 MAX_TESTS_BYTES = 2**30  # of a row's private tests, unpacked

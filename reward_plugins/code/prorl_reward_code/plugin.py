@@ -17,7 +17,7 @@ from nemo_prorl.rewards.interface import (
 )
 from prorl_reward_code.compare import same_text, same_value
 from prorl_reward_code.extract import program_of
-from prorl_reward_code.truth import check, names_called, text_of, without_nulls
+from prorl_reward_code.truth import check, check_code, names_called, text_of, without_nulls
 
 MAX_SOURCE_CHARS = 1_000_000
 # Import names of the packages that contest judges commonly offer; sympy needs mpmath.
@@ -40,11 +40,14 @@ class CodeReward(RewardPlugin):
         `time_limit_s`: seconds for all tests of a program together, unless the truth has its own `time_limit_s`.
         `memory_mb`: memory limit of a program in MB.  `time_budget_s`: CPU seconds to judge an answer.
         `packages`: import names of third-party packages that programs may import if they are installed.
+        `setup`: Python code that runs before each program that reads standard input, unless the truth has its own
+            `setup`, for example imports that a program need not repeat.
         """
 
         time_limit_s: float = 5.0
         memory_mb: int = 2048
         packages: Sequence[str] = PACKAGES
+        setup: str = ""
         time_budget_s: float = 20.0
 
     config: Config
@@ -52,6 +55,7 @@ class CodeReward(RewardPlugin):
     def __init__(self, config: Any = None) -> None:
         super().__init__(config)
         self.sandbox_packages = tuple(self.config.packages)
+        check_code(self.config.setup, "setup")
 
     def validate_truth(self, truth: dict[str, Any]) -> None:
         check(truth)
@@ -155,5 +159,6 @@ class CodeReward(RewardPlugin):
 
         room = next((mb for mb in _OUTPUT_MB if 4 * expected <= mb << 20), _OUTPUT_MB[-1])
         limit = float(truth.get("time_limit_s") or self.config.time_limit_s)
-        setup, name = truth.get("setup") or "", truth.get("fn_name", "")
+        setup = truth.get("setup") or (self.config.setup if style == "stdin" else "")
+        name = truth.get("fn_name", "")
         return Program(source, style, inputs, name, setup, limit, self.config.memory_mb, room), passes

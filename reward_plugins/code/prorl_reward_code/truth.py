@@ -50,7 +50,7 @@ def check(truth: dict[str, Any]) -> None:
         raise ValueError(f"truth.time_limit_s is {_shown(limit)}; it must be {allowed}")
     if not isinstance(setup, str):
         raise ValueError(f"truth.setup is {_shown(setup)}; it must be a string, code that runs before the program")
-    _check_code(setup, "setup")
+    check_code(setup, "truth.setup")
 
 
 def _shown(value: Any) -> str:
@@ -61,7 +61,7 @@ def _check_asserts(asserts: Any) -> None:
     if not isinstance(asserts, list) or not asserts or not all(isinstance(item, str) for item in asserts):
         raise ValueError(f"truth.asserts is {_shown(asserts)}; it must be a list of statements, at least one")
     for index, statement in enumerate(asserts):
-        _check_code(statement, f"asserts[{index}]")
+        check_code(statement, f"truth.asserts[{index}]")
 
 
 def _check_tests(tests: Any, fields: tuple[str, str], style: str) -> None:
@@ -88,11 +88,12 @@ def _check_test(test: Any, where: str, fields: tuple[str, str], style: str) -> N
             raise ValueError(f"{where}.{name} is {_shown(test[name])}; it must be a string, or a list of lines")
 
 
-def _check_code(code: str, field: str) -> None:
+def check_code(code: str, field: str) -> None:
+    """Raise ValueError that names the field if its code is not valid Python."""
     try:
         _called(code)
     except ValueError as error:
-        raise ValueError(f"truth.{field} is not valid Python: {error}") from None
+        raise ValueError(f"{field} is not valid Python: {error}") from None
 
 
 @lru_cache(maxsize=4096)

@@ -3,13 +3,13 @@
 import re
 from pathlib import Path
 
-from nemo_prorl.data.prepare.sources import SOURCES, Source
+from nemo_prorl.data.prepare.sources import SOURCES, VERIFIED, Source
 from nemo_prorl.data.prepared import PAPER
 
 PAGE = Path(__file__).resolve().parent / "howto" / "prepare_data.md"
 HEAD = """\
-| `SOURCE` | content | folder | hub data set | commit | files | columns | rows | MB | licence | columns and commit known from |
-|---|---|---|---|---|---|---|---|---|---|---|
+| `SOURCE` | folder | hub data set | commit | files | columns | rows | licence | remarks |
+|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -23,29 +23,32 @@ def table() -> str:
 
 
 def _row(source: Source, folders: list[str]) -> str:
-    gate = " (gated: needs an account)" if source.gated else ""
+    size = f"{source.rows:,}" if source.rows is not None else ""
+    remarks = [
+        "gated: needs an account" if source.gated else "",
+        f"{source.megabytes:,.10g} MB" if source.megabytes is not None else "",
+        "" if source.known_from == VERIFIED else f"known from: {source.known_from}" if source.known_from else "",
+    ]
     cells = [
         f"`{source.name}`",
-        source.what,
-        ", ".join(folders) or "of your choice",
-        f"{source.repo}{gate}" if source.repo else "generated",
+        ", ".join(folders) or "your choice",
+        source.repo or "generated",
         f"`{source.revision[:12]}`" if source.revision else "newest, recorded" if source.repo else "",
         ", ".join(f"`{pattern}`" for pattern in source.files),
         ", ".join(f"`{column}`" for column in source.columns),
-        f"{source.rows:,}" if source.rows is not None else "",
-        f"{source.megabytes:,.10g}" if source.megabytes is not None else "",
-        source.licence,
-        source.known_from,
+        size,
+        source.licence.partition("; problems belong")[0],
+        "; ".join(filter(None, remarks)),
     ]
-    return "| " + " | ".join(cells) + " |\n"
+    return "|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|\n"
 
 
-def with_table(page: str) -> str:
+def page() -> str:
     """Return the page with the table of the code between its markers."""
     start, end = "<!-- sources: python docs/data_sources.py -->\n", "<!-- end of sources -->\n"
     pattern = re.compile(re.escape(start) + ".*?" + re.escape(end), re.DOTALL)
-    return pattern.sub(lambda _: start + table() + end, page, count=1)
+    return pattern.sub(lambda _: start + table() + end, PAGE.read_text(), count=1)
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_table(PAGE.read_text()))
+    PAGE.write_text(page())

@@ -15,8 +15,11 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 @contextmanager
-def serving(repo: str, files: Mapping[str, bytes]) -> Iterator[str]:
-    """Serve one repository, as a data set and as a model, at one commit; yields the address."""
+def serving(repo: str, files: Mapping[str, bytes], asked: list[str] | None = None) -> Iterator[str]:  # noqa: C901
+    """Serve one repository, as a data set and as a model, at one commit; yields the address.
+
+    `asked`: gets the path of each request.
+    """
 
     class Hub(BaseHTTPRequestHandler):
         def do_HEAD(self) -> None:
@@ -26,6 +29,8 @@ def serving(repo: str, files: Mapping[str, bytes]) -> Iterator[str]:
             self._serve(True)
 
         def _serve(self, with_body: bool) -> None:
+            if asked is not None:
+                asked.append(self.path)
             path = self.path.split("?")[0].replace("/datasets/", "/").replace("/models/", "/")
             siblings = [{"rfilename": name} for name in files]
             info = {"id": repo, "sha": COMMIT, "private": False, "downloads": 0, "likes": 0, "tags": []}

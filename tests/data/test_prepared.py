@@ -1,8 +1,10 @@
 """A run whose data is not there is refused by every command, with each file and the command that makes it."""
 
+import argparse
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +14,11 @@ import pytest
 from nemo_prorl import cli, settings
 from nemo_prorl.config import DataSource
 from nemo_prorl.data.laptop.generators import generate
+from nemo_prorl.data.prepare import cli as cli_of_data
+from nemo_prorl.data.prepare.sources import SOURCES
 from nemo_prorl.data.prepared import PAPER, faults, missing_tasks, preparing, task_of
 from nemo_prorl.errors import ConfigError
+from nemo_prorl.evaluation.catalogue import catalogue
 from tests.conftest import ROOT
 from tests.data.preparing import touch_prepared
 
@@ -27,9 +32,19 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+def trained_on() -> set[str]:
+    """Return the folders of data=prorl."""
+    cfg = settings.load(GPU)
+    return {Path(source.path).parent.name for source in (*cfg.data.train, *cfg.data.validation)}
+
+
 def refused(text: str) -> None:
-    """Assert that the text names every file of data=prorl with its command."""
+    """Assert that the text names every file of data=prorl with its command, and the command that makes all."""
+    assert "prorl data prepare paper --out prepared" in text
     for name, command in PAPER.items():
+        if name not in trained_on():
+            assert f"prepared/{name}/" not in text
+            continue
         assert f"prepared/{name}/" in text
         assert f"prorl data prepare {command} --out prepared/{name}" in text
 
@@ -38,7 +53,7 @@ def refused(text: str) -> None:
 def test_a_gpu_cluster_trains_on_the_papers_data_unless_told_otherwise(cluster: str) -> None:
     given = [f"cluster={cluster}", *GPU[1:]]
     cfg = settings.load(given)
-    assert {Path(source.path).parent.name for source in (*cfg.data.train, *cfg.data.validation)} == set(PAPER)
+    assert {Path(source.path).parent.name for source in (*cfg.data.train, *cfg.data.validation)} <= set(PAPER)
     assert settings.load([*given, "data=laptop"]).data.train[0].name == "chain_sum"
     assert settings.load(["cluster=laptop"]).data.train[0].name == "chain_sum"
 
@@ -116,13 +131,34 @@ def test_the_task_of_a_generator_is_that_of_its_records() -> None:
         assert task_of(name) == record["task"]
 
 
-def test_the_commands_are_those_of_the_page() -> None:
+def test_the_page_names_every_source_with_its_folder() -> None:
     page = (ROOT / "docs" / "howto" / "prepare_data.md").read_text()
-    shown = re.findall(r"^prorl data prepare (.+) --out prepared/([\w-]+)(.*)$", page, re.MULTILINE)
+    rows = {line.split("|")[1].strip(" `"): line for line in page.splitlines() if line.startswith("| `")}
     for name, command in PAPER.items():
-        words = set(command.replace("--judge-url URL --judge-model NAME", "--judge-url --judge-model").split())
-        words.discard("hub")
-        assert any(out == name and words <= set(f"{first}{rest}".split()) for first, out, rest in shown), name
+        assert f"`{name}`" in rows[command.split()[0]], name
+    assert {name for name, source in SOURCES.items() if source.repo} <= set(rows)
+
+
+def test_a_source_of_the_hub_has_files_columns_and_a_word_on_its_origin() -> None:
+    for source in SOURCES.values():
+        if source.repo:
+            assert all((source.files, source.columns, source.known_from)), source.name
+            assert re.fullmatch(r"([0-9a-f]{40})?", source.revision), source.name
+    unpinned = {source.name for source in SOURCES.values() if source.repo and not source.revision}
+    assert unpinned == {"scp-116k", "gpqa-open", "codeforces-submissions"}  # the page says: newest, recorded
+
+
+def test_every_benchmark_of_the_paper_names_its_origin_and_a_command_that_works() -> None:
+    parser = argparse.ArgumentParser()
+    cli_of_data._add_options(parser)
+    for one in catalogue().values():
+        if "paper" not in one.sets or one.prompts is None:
+            continue
+        assert one.prepare == f"prorl data prepare {PAPER[one.prompts]} --out DIR/{one.prompts}", one.name
+        given = parser.parse_args(shlex.split(one.prepare)[3:])
+        source = SOURCES[given.source]
+        assert cli_of_data._options(given).source == source
+        assert source.repo in one.source
 
 
 def test_a_run_goes_on_where_a_slurm_job_made_its_paths_absolute(tmp_path: Path) -> None:

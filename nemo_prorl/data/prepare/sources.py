@@ -58,10 +58,9 @@ class Source:
 _MATH = answers.final_answer("math")
 _UNKNOWN = "that of the file"
 _OF_CONTESTS = "MIT (data card); problems belong to their contests"
-_PINNED = "public projects that pin this commit and read these columns"
+VERIFIED = "public projects that pin this commit and read these columns"
 _EURUS_REVISION = "9776b13264b5aaa0b16495fcf086a0a8d86fd655"
 _EURUS_COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
-_EURUS_KNOWN = "its data card, and public projects that pin this commit"
 _TRAINING = (
     Source(
         "deepscaler",
@@ -73,7 +72,7 @@ _TRAINING = (
         ("deepscaler.json",),
         revision="b6ae8c60f5c1f2b594e2140b91c49c9ad0949e29",
         columns=("problem", "answer", "solution"),
-        known_from=_PINNED,
+        known_from=VERIFIED,
     ),
     Source(
         "eurus2-rl",
@@ -85,7 +84,7 @@ _TRAINING = (
         ("train*.parquet", "**/train*.parquet"),
         revision=_EURUS_REVISION,
         columns=_EURUS_COLUMNS,
-        known_from=_EURUS_KNOWN,
+        known_from=VERIFIED,
         rows=480_537,
     ),
     Source(
@@ -120,7 +119,7 @@ _TRAINING = (
         ("RL/instruction_following/*.jsonl",),
         revision="ab2a40d258a6a4d9d4c277d702aeea445081766c",
         columns=("input", "args", "category"),
-        known_from=_PINNED,
+        known_from=VERIFIED,
         rows=56_339,
     ),
 )
@@ -136,22 +135,23 @@ _BENCHMARKS = (
         holdout=ALL,
         revision="2fe88a2f1091d5048c0f36abc874fb997b3dd99a",
         columns=("id", "problem", "solution", "answer", "url", "year"),
-        known_from=_PINNED,
+        known_from=VERIFIED,
         rows=30,
     ),
     Source(
         "aime25",
         "math",
         "AIME 2025, I and II",
-        "none stated; problems belong to the MAA",
+        "Apache-2.0 (data card); problems belong to the MAA",
         contests.aime,
         "math-ai/aime25",
         ("test.jsonl",),
         holdout=ALL,
         revision="563bb8404243c5f09de6ec262f2db674fe5bce9b",
         columns=("problem", "answer", "id"),
-        known_from=_PINNED,
+        known_from=VERIFIED,
         rows=30,
+        megabytes=0.02,
     ),
     Source(
         "amc",
@@ -164,7 +164,7 @@ _BENCHMARKS = (
         holdout=ALL,
         revision="69d78a4a2c840e82d69af6bc742bda09005f6316",
         columns=("id", "problem", "answer", "url"),
-        known_from=_PINNED,
+        known_from=VERIFIED,
         rows=83,
         megabytes=0.02,
     ),
@@ -179,7 +179,7 @@ _BENCHMARKS = (
         holdout=ALL,
         revision="6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be",
         columns=("problem", "solution", "answer", "subject", "level", "unique_id"),
-        known_from=_PINNED,
+        known_from=VERIFIED,
         rows=500,
     ),
     Source(
@@ -193,7 +193,7 @@ _BENCHMARKS = (
         holdout=ALL,
         revision="ee46ddc498933b1977577953250ca5c66be64f96",
         columns=("question", "answer"),
-        known_from=_PINNED,
+        known_from=VERIFIED,
         rows=272,
     ),
     Source(
@@ -207,7 +207,7 @@ _BENCHMARKS = (
         holdout=ALL,
         revision="91184b52131e7fc9455fef848035173aea8cc01a",
         columns=("id", "question", "final_answer", "context", "is_multiple_answer", "unit", "answer_type", "error"),
-        known_from=_PINNED,
+        known_from=VERIFIED,
         rows=674,
     ),
     Source(
@@ -220,8 +220,8 @@ _BENCHMARKS = (
         ("gpqa_diamond.csv",),
         holdout=ALL,
         revision="633f5ee89ab8ad4522a9f850766b73f62147ffdd",
-        columns=("Record ID", "Question", "Correct Answer", "Incorrect Answer 1", "…2", "…3"),
-        known_from=_PINNED,
+        columns=("Record ID", "Question", "Correct Answer", "Incorrect Answer 1", "… 2", "… 3"),
+        known_from=VERIFIED,
         rows=198,
         megabytes=1.4,
         gated=True,
@@ -236,8 +236,8 @@ _BENCHMARKS = (
         ("gpqa_main.csv",),
         holdout=ALL,
         revision="633f5ee89ab8ad4522a9f850766b73f62147ffdd",
-        columns=("Record ID", "Question", "Correct Answer", "Incorrect Answer 1", "…2", "…3"),
-        known_from=_PINNED,
+        columns=("Record ID", "Question", "Correct Answer", "Incorrect Answer 1", "… 2", "… 3"),
+        known_from=VERIFIED,
         rows=448,
         gated=True,
     ),
@@ -265,7 +265,7 @@ _BENCHMARKS = (
         holdout=ALL,
         revision="966cd89545d6b6acfd7638bc708b98261ca58e84",
         columns=("key", "prompt", "instruction_id_list", "kwargs"),
-        known_from=_PINNED,
+        known_from=VERIFIED,
         rows=541,
         megabytes=0.2,
     ),
@@ -280,7 +280,7 @@ _BENCHMARKS = (
         holdout=ALL,
         revision=_EURUS_REVISION,
         columns=_EURUS_COLUMNS,
-        known_from=_EURUS_KNOWN,
+        known_from=VERIFIED,
         rows=2_048,
         parts={"apps": (), "codecontests": (), "codeforces": (), "taco": ()},
         part_column="data_source",

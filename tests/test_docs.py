@@ -264,6 +264,7 @@ def test_there_are_commands_to_check() -> None:
         "prorl",
         ".venv/train/bin/prorl",
         "cp",
+        "hf",
         "rm",
         "df",
         "pip",

@@ -25,13 +25,13 @@ def by_hand(repo: str, patterns: Sequence[str], revision: str | None, folder: st
     return shlex.join([*words, "--include", *patterns, "--local-dir", folder])
 
 
-def download(repo: str, patterns: Sequence[str], revision: str | None, folder: str, goes_on: str) -> tuple[Path, str]:
+def download(repo: str, patterns: Sequence[str], revision: str | None, to: str, goes_on: str) -> tuple[Path, str]:
     """Download the matching files of a data set into the hub's cache, unless cached; return (folder, commit).
 
     Each error names the command that downloads them on another machine instead.
 
     Args:
-        folder: name of the folder for files that are downloaded by hand.
+        to: name of the folder for files that are downloaded by hand.
         goes_on: the command that continues with this folder.
 
     Raises:
@@ -39,10 +39,13 @@ def download(repo: str, patterns: Sequence[str], revision: str | None, folder: s
         UnfitMachine: the hub cannot be reached, or the package huggingface_hub is not installed.
     """
     instead = (
-        f"on a machine with network access run `{by_hand(repo, patterns, revision, folder)}`, copy FOLDER here, and"
+        f"on a machine with network access run `{by_hand(repo, patterns, revision, to)}`, copy FOLDER here, and"
         f" continue with `{goes_on}`"
     )
-    return _fetched("dataset", repo, patterns, revision, "--from hub", instead)
+    folder, commit = _fetched("dataset", repo, patterns, revision, "--from hub", instead)
+    if absent := [name for name in patterns if "*" not in name and not (folder / name).is_file()]:
+        raise UnfitMachine(f"--from hub: {repo} at {commit} lacks {', '.join(absent)} in {folder}. Fix: {instead}")
+    return folder, commit
 
 
 def model_folder(text: str, option: str, weights: bool) -> Path:
@@ -106,8 +109,8 @@ def _fetched(
     constants.HF_HUB_DOWNLOAD_TIMEOUT = int(_TIMEOUT_S)
     info: Callable[..., Any] = getattr(HfApi(), f"{kind}_info")
     try:
-        # A commit needs no question to the hub, so that cached files are found without network access, too.
-        known = revision is not None and _COMMIT.fullmatch(revision) is not None
+        # A data set's commit needs no question to the hub: cached files are found without network access, too.
+        known = kind == "dataset" and revision is not None and _COMMIT.fullmatch(revision) is not None
         commit = revision if known else info(repo, revision=revision, timeout=_TIMEOUT_S).sha
         _log.info("downloading %s %s at commit %s from the Hugging Face hub", named, repo, commit)
         folder = snapshot_download(

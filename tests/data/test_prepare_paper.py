@@ -94,7 +94,7 @@ def test_finished_folders_are_kept_and_others_are_made_again(
 ) -> None:
     """Changed input, a missing manifest, a damaged file, a changed benchmark, another option: each is made again."""
     out = copied(made, tmp_path)
-    words = ("paper", "--from", tmp_path / "from", "--out", out, *QUICK)
+    words: tuple[object, ...] = ("paper", "--from", tmp_path / "from", "--out", out, *QUICK)
 
     def states() -> dict[str, str]:
         capsys.readouterr()

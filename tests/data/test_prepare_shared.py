@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from nemo_prorl.data.prepare.gold import Truths
-from nemo_prorl.data.prepare.sources import source_of
+from nemo_prorl.data.prepare.sources import ALL, source_of
 from tests.conftest import ROOT
 from tests.data.preparing import manifest, prepare, records, write
 
@@ -82,7 +82,7 @@ def test_counts_are_the_sources(tmp_path: Path, source: str, name: str, rows: in
     assert prepare(source, "--from", file, "--out", tmp_path / "out", "--check", 0) == 0
     counts = manifest(tmp_path / "out")["counts"]
     assert (counts["read"], counts["dropped"]) == (rows, left_out)
-    made = records(tmp_path / "out")  # each passes the records' own checks
+    made = records(tmp_path / "out", "validation" if source_of(source).holdout == ALL else "train")  # checks each
     assert len(made) == counts["kept"] == rows - sum(left_out.values())
     truths = Truths(source_of(source).task)
     assert [one["id"] for one in made if truths.fault(one["truth"])] == []

@@ -53,6 +53,12 @@ def _add_options(one: argparse.ArgumentParser) -> None:
         default=0,
         help="random seed of the draws of --size and --holdout, and of puzzles; default: 0",
     )
+    _add_records(one)
+    _add_filters(one)
+    _add_judge(one.add_argument_group("agreement of the two solutions of a problem (scp-116k)"))
+
+
+def _add_records(one: argparse.ArgumentParser) -> None:
     text = "prompts as messages or plain text; default: messages"
     one.add_argument("--prompt", choices=("messages", "text"), default="messages", help=text)
     one.add_argument(
@@ -61,10 +67,14 @@ def _add_options(one: argparse.ArgumentParser) -> None:
     one.add_argument(
         "--field", action="append", default=[], metavar="NAME=COLUMN", help="column to read for field NAME; repeatable"
     )
+    one.add_argument("--task", help="task of the records, for your own reward; prompts are the bare problems")
     one.add_argument("--licence", default="", help="licence for the manifest; default: the source's")
     one.add_argument(
         "--revision", help="commit, tag or branch for --from hub; default: the pinned commit, else the newest"
     )
+
+
+def _add_filters(one: argparse.ArgumentParser) -> None:
     one.add_argument(
         "--tokenizer",
         type=Path,
@@ -82,7 +92,6 @@ def _add_options(one: argparse.ArgumentParser) -> None:
     one.add_argument("--overlap", type=float, default=0.6, metavar="X", help=text)
     text = "number of gold answers to judge; default: 200"
     one.add_argument("--check", type=_all_or_count, default=200, metavar="N|all", help=text)
-    one.add_argument("--task", help="task of the records, for your own reward; prompts are the bare problems")
     text = "leave out mathematical problems whose answer is ordinary words; default: a warning counts them"
     one.add_argument("--drop-worded", action="store_true", help=text)
     one.add_argument(
@@ -90,7 +99,6 @@ def _add_options(one: argparse.ArgumentParser) -> None:
     )
     text = "if no sandbox works here, run programs with all rights of this user"
     one.add_argument("--unsafe-no-sandbox", action="store_true", help=text)
-    _add_judge(one.add_argument_group("agreement of the two solutions of a problem (scp-116k)"))
 
 
 def _add_judge(group: Any) -> None:

@@ -26,11 +26,11 @@ _log = logging.getLogger(__name__)
 _NEUTRAL = {"--out", "--from", "--against", "--workers", "--unsafe-no-sandbox", "--judge-url", "--judge-workers"}
 _NEUTRAL |= {"--judge-deadline-s"}
 _HEAD = ("folder", "source", "state", "read", "kept", "train", "validation", "seconds", "dropped")
-_OF_ONE_SOURCE = ("name", "size", "holdout", "field", "task", "licence", "revision")
+_OF_ONE_SOURCE = ("name", "size", "holdout", "field", "task", "licence", "revision", "since", "until")
 
 
 @dataclass
-class Step:
+class PaperFolder:
     """A folder to make: the words of its command, and the result.
 
     `state`: made, as before (the folder was finished) or missing.  `fault`: why the folder is missing.
@@ -72,7 +72,7 @@ class Paper:
         self._arguments, self._parser, self._options = arguments, parser, options
         self._out: Path = arguments.out
         self.steps = [
-            Step(folder, self._words(folder, shlex.split(command.removesuffix(JUDGE))))
+            PaperFolder(folder, self._words(folder, shlex.split(command.removesuffix(JUDGE))))
             for folder, command in PAPER.items()
             if arguments.only in ("", folder)
         ]
@@ -105,7 +105,7 @@ class Paper:
                 _log.warning("%s: %s", step.folder, error)
             step.seconds = time.monotonic() - started
 
-    def _make(self, step: Step) -> None:
+    def _make(self, step: PaperFolder) -> None:
         against = [word for file in self._benchmarks(step) for word in ("--against", str(file))]
         arguments = argparse.Namespace(**{**vars(self._arguments), "only": "", "origin": None})
         arguments.against = list(arguments.against)
@@ -118,7 +118,7 @@ class Paper:
             return
         step.manifest, step.state = job.prepare(options, command), "made"
 
-    def _benchmarks(self, step: Step) -> list[Path]:
+    def _benchmarks(self, step: PaperFolder) -> list[Path]:
         """Return the benchmarks' files to compare a training source with; none for a benchmark and for puzzles.
 
         Generated puzzles are left out on both sides: held-out puzzles have other seeds, and none is in both parts.
@@ -134,7 +134,7 @@ class Paper:
             )
         return [file for file in files if file.is_file()]
 
-    def _check_origin(self, step: Step, origin: str | None) -> None:
+    def _check_origin(self, step: PaperFolder, origin: str | None) -> None:
         if origin in (None, HUB) or Path(str(origin)).exists():
             return
         source, goes_on = step.source, f"prorl data prepare paper --from {self._arguments.origin} --out {self._out}"

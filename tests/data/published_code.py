@@ -8,7 +8,7 @@ import json
 import pickle
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -234,7 +234,9 @@ def livecodebench(folder: Path) -> Path:
         for problem in PROBLEMS
         if "fn_name" not in problem.tests and isinstance(problem.tests["inputs"][0], str)
     ]
-    added, words = PROBLEMS[2], PROBLEMS[3]
+    added = PROBLEMS[2]
+    lists = {"inputs": ['"x yz"', '"ab c"'], "outputs": ['["x"]', '["c"]']}  # each result is a list with one entry
+    words = replace(PROBLEMS[3], tests={**PROBLEMS[3].tests, **lists})
     plain = json.dumps([{"input": "8 8\n", "output": "16\n", "testtype": "stdin"}])
     empty: dict[str, Any] = {"public_test_cases": "[]", "private_test_cases": ""}
     files = {

@@ -228,7 +228,7 @@ _WORDS = "class Solution:\n    def letters(self, text: str) -> List[str]:\n     
 
 
 def livecodebench(folder: Path) -> Path:
-    """Write livecodebench/test.jsonl to test6.jsonl: 13 rows, of which 7 are of the paper's period, 2 without tests."""
+    """Write livecodebench/test.jsonl to test6.jsonl: 13 rows, 8 of the paper's period; 2 of these have no tests."""
     stream = [
         problem
         for problem in PROBLEMS
@@ -239,7 +239,7 @@ def livecodebench(folder: Path) -> Path:
     words = replace(PROBLEMS[3], tests={**PROBLEMS[3].tests, **lists})
     plain = json.dumps([{"input": "8 8\n", "output": "16\n", "testtype": "stdin"}])
     empty: dict[str, Any] = {"public_test_cases": "[]", "private_test_cases": ""}
-    files = {
+    files: dict[str, list[Any]] = {
         "test.jsonl": [("2023-05-07", stream[0], "stdin"), ("2023-08-13", added, "functional", _ADDED)],
         "test2.jsonl": [("2024-04-06", stream[1], "stdin")],
         "test3.jsonl": [("2024-07-31", stream[2], "stdin"), ("2024-08-01", stream[3], "stdin")],

@@ -120,11 +120,10 @@ def test_livecodebench_of_another_period_and_release(tmp_path: Path) -> None:
     assert prepare("livecodebench", "--from", folder, *period, "--out", out, "--check", 0) == 0
     dates = [row["meta"]["contest_date"] for row in records(out, "validation")]
     assert dates == ["2023-05-07", "2023-08-13", "2024-04-06", "2024-07-31"]
-    words = ("--only", "release_v1", *period, "--out", out, "--check", 0)
-    assert prepare("livecodebench", "--from", folder, *words) == 0
+    command = ("livecodebench", "--from", folder, "--out", out, "--check", 0)
+    assert prepare(*command, "--only", "release_v1", *period) == 0
     assert len(records(out, "validation")) == 2
-    words = ("--only", "release_v6", "--until", "2025-12-31", "--out", out, "--check", 0)
-    assert prepare("livecodebench", "--from", folder, *words) == 0
+    assert prepare(*command, "--only", "release_v6", "--until", "2025-12-31") == 0
     assert [row["meta"]["contest_date"] for row in records(out, "validation")][-1] == "2025-02-01"
 
 

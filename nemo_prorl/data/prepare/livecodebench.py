@@ -107,7 +107,7 @@ def pickled_text(pickled: bytes) -> str:
     texts: list[str] = []
     for opcode, argument, _ in pickletools.genops(pickled):
         if opcode.name in _TEXTS:
-            texts.append(argument)
+            texts.append(str(argument))
         elif opcode.name not in _HARMLESS:
             raise ValueError(f"the pickle contains {opcode.name}")
     if len(texts) != 1:

@@ -29,6 +29,7 @@ class PrepareOptions:
     `check`: number of gold answers to judge; None means all.
     `agreement`: judge | grader | none.
     `judge`: None if no judge is needed.
+    `goes_on`: the command that continues with files downloaded by hand into FOLDER; "" means that of this source.
     """
 
     source: Source
@@ -59,17 +60,15 @@ class PrepareOptions:
     unsafe_no_sandbox: bool = False
     agreement: str = "judge"
     judge: JudgeOptions | None = None
+    goes_on: str = ""
 
 
-def is_generated(options: PrepareOptions) -> bool:
-    """Return whether the problems are generated, from the shipped list of tasks or the list in --from."""
+def tasks_file_of(options: PrepareOptions) -> Path | None:
+    """Return the list of tasks of a source that is generated, from --from or as shipped; None for any other source."""
     origin = options.origin
-    return options.source.size is not None and (origin is None or origin.endswith((".yaml", ".yml")))
-
-
-def tasks_file_of(options: PrepareOptions) -> Path:
-    """Return the list of tasks of a generated source."""
-    return puzzles.TASKS_FILE if options.origin is None else Path(options.origin)
+    if options.source.size is None or (origin is not None and not origin.endswith((".yaml", ".yml"))):
+        return None
+    return puzzles.TASKS_FILE if origin is None else Path(origin)
 
 
 def generator() -> str:
@@ -100,8 +99,7 @@ def has_inputs(options: PrepareOptions, manifest: PreparedManifest) -> bool:
 
     Files of the hub are the same if the commit is.  Without a pinned commit, the recorded commit is used again.
     """
-    if is_generated(options):
-        file = tasks_file_of(options)
+    if (file := tasks_file_of(options)) is not None:
         return manifest["from"] == generator() and manifest["inputs"][0]["sha256"] == sha256_of(file)
     if options.origin == HUB:
         wanted = options.revision or options.source.revision or manifest.get("commit")

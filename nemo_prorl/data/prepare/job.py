@@ -17,7 +17,6 @@ from nemo_prorl.data.prepare.inputs import (
     HUB,
     PrepareOptions,
     generator,
-    is_generated,
     name_in,
     patterns_of,
     source_files,
@@ -82,8 +81,8 @@ class Preparation:
 
     def _read_source(self) -> None:
         opts, source = self.options, self.options.source
-        if is_generated(opts):
-            self._make()
+        if (tasks_file := tasks_file_of(opts)) is not None:
+            self._make(tasks_file)
             return
         if opts.origin is None:
             raise ConfigError(f"--from is missing; expected the file or folder of {source.name}, or 'hub'")
@@ -102,8 +101,9 @@ class Preparation:
         if not source.repo:
             raise ConfigError(f"--from hub: {source.name} is not on the hub; expected a file or a folder")
         revision = opts.revision or source.revision or output.recorded_commit(opts.out, source.repo)
-        goes_on = f"prorl data prepare {source.name}{f' --only {opts.only}' if opts.only else ''}"
-        goes_on += f" --from FOLDER/{source.name} --out {shlex.quote(str(opts.out))}"
+        alone = f"prorl data prepare {source.name}{f' --only {opts.only}' if opts.only else ''}"
+        alone += f" --from FOLDER/{source.name} --out {shlex.quote(str(opts.out))}"
+        goes_on = opts.goes_on or alone
         folder, commit = hub.download(source.repo, patterns_of(opts), revision, f"FOLDER/{source.name}", goes_on)
         return folder, {"repo": source.repo, "commit": commit}
 
@@ -130,8 +130,8 @@ class Preparation:
             return Drop("outside the period", f"{source.date_column} is {date}")
         return None
 
-    def _make(self) -> None:
-        opts, tasks_file = self.options, tasks_file_of(self.options)
+    def _make(self, tasks_file: Path) -> None:
+        opts = self.options
         tasks = puzzles.read_tasks(tasks_file)
         if opts.only:
             if opts.only not in tasks:
@@ -158,7 +158,7 @@ class Preparation:
         opts = self.options
         if opts.holdout is not None:
             return opts.holdout
-        from_file = opts.source.size is not None and not is_generated(opts)
+        from_file = opts.source.size is not None and tasks_file_of(opts) is None
         return 0 if from_file else opts.source.holdout
 
     def _add(self, file: str, line: int, drafted: Draft | Drop, identity: str, part: Part | None) -> None:

@@ -7,7 +7,7 @@ import math
 import shlex
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +89,11 @@ class Paper:
                 "--holdout": source.holdout if own.holdout is None else own.holdout,
             }
             for option, size in sizes.items():
-                if size not in (None, 0, ALL):
-                    words += [option, str(math.ceil(size * given.scale))]
+                if size in (None, 0, ALL):
+                    continue
+                scaled = [option, str(math.ceil(size * given.scale))]
+                at = words.index(option) if option in words else len(words)
+                words[at : at + 2] = scaled
         return [*words, "--out", str(self._out / folder)]
 
     def run(self) -> None:
@@ -111,7 +114,7 @@ class Paper:
         arguments.against = list(arguments.against)
         arguments = self._parser.parse_args([*step.words, *against], arguments)
         self._check_origin(step, arguments.origin)
-        options = self._options(arguments)
+        options = replace(self._options(arguments), goes_on=self._goes_on("FOLDER"))
         command = ["prorl", "data", "prepare", *_given(self._parser, arguments)]
         if (found := _finished(options, command)) is not None:
             step.manifest, step.state = found, "as before"
@@ -137,7 +140,7 @@ class Paper:
     def _check_origin(self, step: PaperFolder, origin: str | None) -> None:
         if origin in (None, HUB) or Path(str(origin)).exists():
             return
-        source, goes_on = step.source, f"prorl data prepare paper --from {self._arguments.origin} --out {self._out}"
+        source, goes_on = step.source, self._goes_on(self._arguments.origin)
         fix = "it is not on the hub"
         if source.repo:
             by_hand = hub.by_hand(source.repo, source.files, source.revision or None, str(origin))
@@ -145,6 +148,9 @@ class Paper:
         raise UnfitMachine(
             f"--from {origin}: no such folder; expected the files of {source.name} as published. Fix: {fix}"
         )
+
+    def _goes_on(self, folder: str) -> str:
+        return f"prorl data prepare paper --from {shlex.quote(folder)} --out {shlex.quote(str(self._out))}"
 
     def exit_code(self) -> int:
         """Return 0 if every folder exists, otherwise the highest exit code of a fault: 4, bad data, before 3 and 2."""
@@ -163,10 +169,15 @@ class Paper:
             f"{{:{'>' if name in _HEAD[3:8] else '<'}{width}}}" for name, width in zip(_HEAD, widths, strict=True)
         )
         lines = [form.format(*row).rstrip() for row in rows]
-        if missing := [step for step in self.steps if step.fault is not None]:
-            lines += ["", f"{len(missing)} of {len(self.steps)} folders are missing:"]
-            for step in missing:
-                lines += [f"{step.folder}: {step.fault}", f"  alone: prorl data prepare {shlex.join(step.words)}"]
+        missing: dict[str, list[PaperFolder]] = {}
+        for step in self.steps:
+            if step.fault is not None:
+                missing.setdefault(str(step.fault), []).append(step)
+        if missing:
+            lines += ["", f"{sum(map(len, missing.values()))} of {len(self.steps)} folders are missing:"]
+        for fault, steps in missing.items():
+            lines.append(f"{', '.join(step.folder for step in steps)}: {fault}")
+            lines += [f"  alone: prorl data prepare {shlex.join(step.words)}" for step in steps]
         return "\n".join(lines) + "\n"
 
 

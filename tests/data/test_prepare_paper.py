@@ -225,3 +225,13 @@ def test_wrong_use_of_paper_is_refused(
     write(tmp_path / "f.jsonl", rows)
     assert says in refused(capsys, caplog, 2, *words, "--out", "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_puzzles_held_out_stay_where_an_evaluation_set_has_the_same_ones(tmp_path: Path) -> None:
+    """The validation puzzles of a generated source may be those of --against; only training puzzles are compared."""
+    words = ("reasoning-gym", "--only", "gcd", "--check", 0, "--holdout", 3)
+    assert prepare(*words, "--size", 0, "--out", tmp_path / "held") == 0
+    held = tmp_path / "held" / "validation.jsonl"
+    assert prepare(*words, "--size", 2, "--out", tmp_path / "both", "--against", held) == 0
+    assert records(tmp_path / "both", "validation") == records(tmp_path / "held", "validation")
+    assert {one["truth"]["dataset"] for one in records(tmp_path / "both")} == {"gcd"}

@@ -337,12 +337,22 @@ class DataSource:
     seed: int = key(0, "random seed of the generator")
 
 
+# The recommended default prompt of reasoning-gym (SYSTEM_PROMPTS["default"]), as the paper's section 2.4 uses it.
+PUZZLE_FORM = """\
+Given a problem, your task is to answer the question by thinking step-by-step in a clear and specific manner.
+Once you have thought about the reasoning process, provide the answer in the following format:
+<answer>answer here</answer>
+Do not explain your reasoning inside the answer tags, provide only the final answer. When an example is provided, you \
+should strictly follow the format of the output/answer in that example."""
+
+
 def _templates() -> dict[str, str]:
     boxed = "Let's think step by step and output the final answer within \\boxed{}."  # paper section 2.1
-    tagged = "Think step by step, and end with the final answer in <answer></answer>, such as <answer>42</answer>."
     fenced = "Write it in Python. End with the whole program in one block, such as\n```python\nprint(42)\n```"
-    forms = {"math": boxed, "stem": boxed, "code": fenced, "puzzles": tagged}
-    return {task: f"{{problem}}\n\n{form}" for task, form in forms.items()}
+    forms = {"math": boxed, "stem": boxed, "code": fenced}
+    return {task: f"{{problem}}\n\n{form}" for task, form in forms.items()} | {
+        "puzzles": f"{PUZZLE_FORM}\n\n{{problem}}"
+    }
 
 
 @dataclass

@@ -44,6 +44,11 @@ class Message(TypedDict):
 Messages = Annotated[list[Message], Field(min_length=1)]
 
 
+def as_messages(text: str) -> list[Message]:
+    """Return a prompt as the message list that the chat template renders."""
+    return [{"role": "user", "content": text}]
+
+
 _PROMPT = 'text, or a list of messages {"role": "user", "content": "..."}'
 
 

@@ -229,13 +229,17 @@ def load_records(benchmark: Benchmark, data: Path | None, limit: int | None = No
 
     Raises DataError naming file, line and field; ConfigError if a record has another task than the benchmark.
     """
+    from nemo_prorl.data.records import as_messages, read_records
+
     if benchmark.generate is not None:
         from nemo_prorl.config import DataConfig, DataSource
         from nemo_prorl.data.laptop.generators import LAPTOP_TEMPLATES, generate
 
-        templates = LAPTOP_TEMPLATES if "laptop" in benchmark.sets else DataConfig().templates
-        return generate(DataSource(name=benchmark.name, **benchmark.generate), templates=templates)[:limit]
-    from nemo_prorl.data.records import read_records
+        source = DataSource(name=benchmark.name, **benchmark.generate)
+        if "laptop" in benchmark.sets:  # for a model without chat template
+            return generate(source, templates=LAPTOP_TEMPLATES)[:limit]
+        made = generate(source, templates=DataConfig().templates)[:limit]
+        return [{**record, "prompt": as_messages(record["prompt"])} for record in made]
 
     file = file_of(benchmark, data)
     assert file is not None, "call check_files first"

@@ -378,10 +378,36 @@ cli.main(["data", "prepare", *sys.argv[1:]])
 # --- puzzles that are made -------------------------------------------------------------------------------------------
 
 
-def test_the_shipped_list_of_puzzles_is_the_papers_number_of_tasks() -> None:
+# NVlabs/ToolOrchestra, training/verl/nvidia/scripts/deepseek_evaluation.sh: --datasets of TASK_TYPE "reasoning".
+AUTHORS_TASKS = """
+ab advanced_geometry aiw arc_1d arc_agi base_conversion basic_arithmetic bf binary_alternation binary_matrix
+bitwise_arithmetic caesar_cipher calendar_arithmetic chain_sum circuit_logic codeio color_cube_rotation
+complex_arithmetic count_bits countdown count_primes course_schedule cryptarithm decimal_arithmetic decimal_chain_sum
+dice emoji_mystery family_relationships figlet_font fraction_simplification futoshiki game_of_life gcd graph_color
+group_anagrams gsm_symbolic intermediate_integration isomorphic_strings jugs knights_knaves knight_swap largest_island
+lcm leg_counting letter_counting letter_jumble list_functions mahjong_puzzle manipulate_matrix maze mini_sudoku
+needle_haystack n_queens number_filtering number_format number_sequence number_sorting palindrome
+palindrome_partitioning polynomial_equations polynomial_multiplication pool_matrix power_function prime_factorization
+products propositional_logic quantum_lock ransom_note rearc rectangle_count rotate_matrix rotten_oranges rubiks_cube
+rush_hour self_reference sentence_reordering shortest_path simple_equations simple_geometry simple_integration sokoban
+spell_backward spiral_matrix string_insertion string_manipulation string_splitting string_synthesis sudoku syllogism
+time_intervals tower_of_hanoi tsumego word_ladder word_sequence_reversal word_sorting zebra_puzzles
+"""
+RENAMED = {"palindrome": "palindrome_generation"}  # today's name of the task
+
+
+def test_the_default_puzzles_are_the_authors_96_tasks_in_the_papers_numbers() -> None:
+    from reasoning_gym.factory import DATASETS
+
     tasks = puzzles.read_tasks(puzzles.TASKS_FILE)
-    assert len(tasks) == 96
-    assert not set(tasks) & {"composite", "acre", "boxnet", "game_of_life_halting"}
+    assert set(tasks) == {RENAMED.get(name, name) for name in AUTHORS_TASKS.split()}
+    assert len(tasks) == len(AUTHORS_TASKS.split()) == 96
+    ours = puzzles.read_tasks(puzzles.tasks_file("ours") or Path())
+    assert len(ours) == 96
+    assert set(tasks) | set(ours) <= set(DATASETS)
+    assert not (set(tasks) | set(ours)) & {"composite", "acre", "boxnet", "game_of_life_halting"}
+    assert puzzles.tasks_file("mine.yaml") == Path("mine.yaml")
+    assert puzzles.tasks_file("entries.jsonl") is None
     gym = sources.source_of("reasoning-gym")
     assert gym.size is not None
     assert sum(puzzles.shares(gym.size, 96)) == 37_000
@@ -426,6 +452,15 @@ def test_a_task_with_too_few_puzzles_is_named(tmp_path: Path) -> None:
         puzzles.make({"gcd": {"min_value": 2, "max_value": 4, "max_numbers": 2}}, 100, 0, 0)
     with pytest.raises(ConfigError, match="unknown reasoning-gym dataset 'chain_sums'; close names: chain_sum"):
         puzzles.make({"chain_sums": {}}, 1, 0, 0)
+
+
+@pytest.mark.slow
+def test_ours_selects_the_other_list(tmp_path: Path) -> None:
+    given = ("--size", 96, "--holdout", 0, "--check", 0, "--out", tmp_path / "ours")
+    assert prepare("reasoning-gym", "--from", "ours", *given) == 0
+    made = {one["truth"]["dataset"] for one in records(tmp_path / "ours")}
+    assert "kakurasu" in made
+    assert "countdown" not in made
 
 
 # --- into a run ------------------------------------------------------------------------------------------------------

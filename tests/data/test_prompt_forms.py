@@ -80,7 +80,9 @@ def test_templates_are_those_of_real_models_unless_the_data_is_the_laptops() -> 
         [(_, [record])] = load_sources(DataConfig(train=[source], templates=templates)).train
         question = record["truth"]["entry"]["question"].strip()
         assert record["prompt"] == templates["puzzles"].replace("{problem}", question)
-    assert "such as <answer>" in default["puzzles"]
+    from reasoning_gym.utils import SYSTEM_PROMPTS
+
+    assert default["puzzles"] == SYSTEM_PROMPTS["default"].strip() + "\n\n{problem}"
 
 
 def test_the_plan_shows_what_the_renderer_makes(folder: Path) -> None:

@@ -1,12 +1,18 @@
 """The puzzles plugin: every data set's own answer scores 1 after a round trip through JSON."""
 
+import asyncio
 import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from prorl_reward_puzzles.plugin import PuzzlesReward, last_answer, own_answer
+from prorl_reward_puzzles.plugin import EVALUATED, PARSED, PuzzlesReward, is_formula, last_answer, own_answer
 
+from nemo_prorl.rewards.discovery import discover
 from nemo_prorl.rewards.interface import RewardRequest, judge
+from nemo_prorl.rewards.service import RewardService, plan_pools
+from tests.rewards.puzzle_answers import right_answer
 
 pytestmark = pytest.mark.starts
 
@@ -45,7 +51,7 @@ def own_scores(plugin: PuzzlesReward, dataset: str, count: int, seed: int) -> li
     scores = []
     for entry in entries(dataset, count, seed):
         source = entry["metadata"]["source_dataset"] if dataset == "composite" else dataset
-        response = f"<think>hm</think>So: <answer>{own_answer(source, entry)}</answer>"
+        response = f"<think>hm</think>So: <answer>{right_answer(source, entry)}</answer>"
         found = verdict(plugin, dataset, entry, response)
         scores.append((found["score"], found["correct"], found["failure"]))
     return scores
@@ -72,6 +78,114 @@ def test_the_own_answer_of_every_data_set_scores_one(puzzles: PuzzlesReward) -> 
 @pytest.mark.slow
 def test_many_own_answers_of_every_data_set_score_one(puzzles: PuzzlesReward) -> None:
     check_own_answers(puzzles, count=8, seed=20)
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        "countdown",
+        "rubiks_cube",
+        "rush_hour",
+        "simple_integration",
+        "intermediate_integration",
+        "polynomial_multiplication",
+    ],
+)
+def test_forty_right_answers_of_the_authors_other_tasks_are_accepted(puzzles: PuzzlesReward, dataset: str) -> None:
+    for entry in entries(dataset, 40, 7):
+        answer = right_answer(dataset, entry)
+        found = verdict(puzzles, dataset, entry, f"<think>hm</think>So: <answer>{answer}</answer>")
+        assert (found["score"], found["correct"], found["failure"]) == (1.0, True, None), (entry["question"], answer)
+
+
+def scorer_sources() -> dict[str, str]:
+    """The source of each data set's scorer."""
+    import inspect
+
+    from reasoning_gym.factory import DATASETS
+
+    return {name: inspect.getsource(DATASETS[name][0].score_answer) for name in DATASETS}
+
+
+def test_every_scorer_that_runs_the_answer_as_python_is_guarded() -> None:
+    sources = scorer_sources()
+    assert {name for name, text in sources.items() if "eval(answer" in text} == set(EVALUATED)
+    assert {name for name, text in sources.items() if "parse_expr(answer" in text} == set(PARSED)
+    assert not {name for name, text in sources.items() if "exec(" in text or "__import__" in text}
+
+
+@pytest.mark.parametrize("dataset", [*EVALUATED, *PARSED])
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "[open({0!r}, 'w').close()]",
+        "__import__('os').system('touch {0}')",
+        "eval(''.join(map(chr, {1})))",
+        "(1).__class__.__base__.__subclasses__()[0] or open({0!r}, 'w')",
+        "exit()",
+    ],
+)
+def test_an_answer_is_never_run_as_python(puzzles: PuzzlesReward, dataset: str, attack: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    (entry,) = entries(dataset, 1, 3)
+    answer = attack.replace("{0!r}", repr(str(trace))).replace("{0}", str(trace))
+    answer = answer.replace("{1}", str([ord(letter) for letter in f"open({str(trace)!r}, 'w')"]))
+    found = verdict(puzzles, dataset, entry, f"<answer>{answer}</answer>")
+    assert found["score"] is not None
+    assert found["score"] <= 0.05
+    assert not trace.exists()
+
+
+def test_an_integral_is_not_its_own_solution(puzzles: PuzzlesReward) -> None:
+    for dataset in ("simple_integration", "intermediate_integration"):
+        (entry,) = entries(dataset, 1, 3)
+        itself = f"Integral({entry['metadata']['integrand']}, {entry['metadata']['variable']}) + C"
+        assert verdict(puzzles, dataset, entry, f"<answer>{itself}</answer>")["score"] == 0.0
+
+
+def test_lists_still_count_as_the_scorers_count_them(puzzles: PuzzlesReward) -> None:
+    (entry,) = entries("spiral_matrix", 1, 3)
+    as_list = str([int(number) for number in entry["answer"].split()])
+    assert verdict(puzzles, "spiral_matrix", entry, f"<answer>{as_list}</answer>")["score"] == 0.1
+
+
+@pytest.mark.parametrize(
+    ("text", "allowed"),
+    [
+        ("(99 - 3)*4.5e1/x**2 + sqrt(2)*log(x) + C", True),
+        ("-x1*sinh(2*x) % 3", True),
+        ("eval(x)", False),
+        ("x.real", False),
+        ("1.real", False),
+        ("x_1", False),
+        ("[1]", False),
+        ("'x'", False),
+        ("9" * 100_000 + "_", False),  # in no time
+    ],
+)
+def test_formulas(text: str, allowed: bool) -> None:
+    assert is_formula(text) is allowed
+
+
+def test_an_answer_over_the_budget_ends_and_the_next_is_judged() -> None:
+    asyncio.run(over_the_budget())
+
+
+async def over_the_budget() -> None:
+    registry = discover()
+    service = RewardService(plan_pools(registry, ["puzzles"], 1, {"puzzles": {"time_budget_s": 1.0}}), registry)
+    await service.start()
+    try:
+        for dataset, endless in (("countdown", "9**9**9**9"), ("rush_hour", "A+" + "9" * 12)):
+            (entry,) = entries(dataset, 1, 3)
+            truth = {"dataset": dataset, "entry": entry}
+            request = RewardRequest("x", "puzzles", "<answer>", truth, f"<answer>{endless}</answer>")
+            found = await service.judge(request)
+            assert (found["score"], found["failure"]) == (0.0, "timeout"), dataset
+            good = replace(request, response=f"<answer>{right_answer(dataset, entry)}</answer>")
+            assert (await service.judge(good))["score"] == 1.0
+    finally:
+        await service.close()
 
 
 def test_the_two_data_sets_without_an_answer_really_have_none() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 class Draft:
     """A prompt record without its id.
 
-    `question`: the problem alone; `form`: the instruction after it on how to give the answer.
+    `question`: the problem alone; `form`: the instruction after it on how to give the answer; `preface`: the
+    instruction before it.
     `gold`: a response that must score 1; None if the source has no answer.  `row_id`: the row's id in the source.
     `reference` and `candidate`: two solutions, whose agreement a judge decides.
     `oracle`: a program whose results become the field `expected` of the truth's tests.
@@ -24,10 +25,11 @@ class Draft:
     reference: str = ""
     candidate: str = ""
     oracle: str = ""
+    preface: str = ""
 
     @property
     def prompt_text(self) -> str:
-        return f"{self.question}\n\n{self.form}" if self.form else self.question
+        return "\n\n".join(filter(None, (self.preface, self.question, self.form)))
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,14 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
-from nemo_prorl.data.prepare import answers, programs, puzzles
+from nemo_prorl.config import PUZZLE_FORM
+from nemo_prorl.data.prepare import answers, programs
 from nemo_prorl.data.prepare.rows import Row, data_files, read_rows
 from nemo_prorl.data.records import PromptRecord
 from nemo_prorl.errors import DataError
 
 _WORDS = re.compile(r"\w+")
-_FORMS = (answers.BOXED, answers.CHOICE, programs.PROGRAM, programs.FUNCTION, puzzles.TAGGED)
+_FORMS = (answers.BOXED, answers.CHOICE, programs.PROGRAM, programs.FUNCTION)
 _TEXTS = ("problem", "question", "prompt", "text", "input", "Question")
 _TEMPLATE_SHARE = 0.01  # an n-gram in more than 3 records and this share of an evaluation file is template text
 
@@ -100,7 +101,7 @@ def _text_of(row: Row) -> str:
         raise DataError(f"{row.where}: no text to compare with; expected a string in one of {', '.join(_TEXTS)}")
     for form in _FORMS:
         value = value.removesuffix(form).rstrip()
-    return value
+    return value.removeprefix(PUZZLE_FORM).lstrip()
 
 
 def token_lengths(records: Sequence[PromptRecord], tokenizer: Path) -> list[int]:

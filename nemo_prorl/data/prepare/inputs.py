@@ -65,10 +65,7 @@ class PrepareOptions:
 
 def tasks_file_of(options: PrepareOptions) -> Path | None:
     """Return the list of tasks of a source that is generated, from --from or as shipped; None for any other source."""
-    origin = options.origin
-    if options.source.size is None or (origin is not None and not origin.endswith((".yaml", ".yml"))):
-        return None
-    return puzzles.TASKS_FILE if origin is None else Path(origin)
+    return None if options.source.size is None else puzzles.tasks_file(options.origin)
 
 
 def generator() -> str:

@@ -28,7 +28,7 @@ from nemo_prorl.data.prepare.oracle import Oracles
 from nemo_prorl.data.prepare.output import Part
 from nemo_prorl.data.prepare.rows import Row, read_rows, sha256_of
 from nemo_prorl.data.prepare.sources import ALL
-from nemo_prorl.data.records import PromptRecord, validate_record
+from nemo_prorl.data.records import PromptRecord, as_messages, validate_record
 from nemo_prorl.errors import ConfigError, DataError
 
 _log = logging.getLogger(__name__)
@@ -173,7 +173,7 @@ class Preparation:
         record: PromptRecord = {
             "id": identity,
             "task": self.options.task or drafted.task,
-            "prompt": [{"role": "user", "content": text}] if self.options.prompt == "messages" else text,
+            "prompt": as_messages(text) if self.options.prompt == "messages" else text,
             "truth": drafted.truth,
             "source": self.options.source.name,
             "meta": meta,

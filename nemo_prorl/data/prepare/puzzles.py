@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from nemo_prorl.config import DataSource
+from nemo_prorl.config import PUZZLE_FORM, DataSource
 from nemo_prorl.data.laptop.generators import generate
 from nemo_prorl.data.prepare.drafts import Draft, Drop
 from nemo_prorl.data.prepare.rows import Row
@@ -24,8 +24,9 @@ from nemo_prorl.errors import ConfigError
 _log = logging.getLogger(__name__)
 
 _HASH_SEED = "PYTHONHASHSEED"
-TAGGED = "Put the final answer between <answer> and </answer>."
-TASKS_FILE = Path(__file__).with_name("reasoning_gym.yaml")
+TASKS_FILE = Path(__file__).with_name("reasoning_gym.yaml")  # the authors' 96 tasks
+OURS = "ours"  # --from ours: another selection of 96 tasks
+_OURS_FILE = Path(__file__).with_name("reasoning_gym_ours.yaml")
 HELD_OUT_SEED = 20_000_000  # item i uses seed + i, so training and validation never use the same seed
 
 # Data sets whose entries have the answer in the metadata, under this key.
@@ -43,9 +44,12 @@ def _draft(dataset: str, entry: dict[str, Any], row_id: str) -> Draft | Drop:
     if not isinstance(question, str) or not question.strip():
         return Drop("no problem", "the text is empty")
     text = answer if isinstance(answer, str) or answer is None else json.dumps(answer)
+    if text is not None and "Integral(" in text:
+        text = None  # intermediate_integration leaves a tenth of its integrals unsolved; a closed form is still judged
     gold = None if text is None else f"<answer>{text}</answer>"
     truth = {"dataset": dataset, "entry": entry}
-    return Draft("puzzles", question.strip(), truth, TAGGED, gold, row_id, {"dataset": dataset})
+    meta = {"dataset": dataset}
+    return Draft("puzzles", question.strip(), truth, "", gold, row_id, meta, preface=PUZZLE_FORM)
 
 
 def entry(row: Row) -> Draft | Drop:
@@ -66,6 +70,13 @@ def entry(row: Row) -> Draft | Drop:
     if not isinstance(dataset, str):
         raise row.wrong("dataset", dataset, "the name of a reasoning-gym data set")
     return _draft(dataset, {"question": question, "answer": answer, "metadata": metadata}, "")
+
+
+def tasks_file(origin: str | None) -> Path | None:
+    """Return the list of tasks that --from names, the authors' list without --from; None if --from names entries."""
+    if origin is None or origin == OURS:
+        return TASKS_FILE if origin is None else _OURS_FILE
+    return Path(origin) if origin.endswith((".yaml", ".yml")) else None
 
 
 def read_tasks(path: Path) -> dict[str, dict[str, Any]]:

@@ -1,7 +1,10 @@
 """The plugin class for `puzzles`: scores answers with the `score_answer` of reasoning-gym's data sets."""
 
+import ast
 import functools
 import json
+import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +29,21 @@ _ANSWER_IN_METADATA: dict[str, tuple[str, Callable[[Any], str]]] = {
     "propositional_logic": ("example_answer", str),
     "rubiks_cube": ("example_correct_answer", str),
 }
+
+# Data sets whose scorers run the answer as Python, so that an answer could run any code with this worker's rights.
+# In the first, `eval` is replaced by `ast.literal_eval`: lists and strings as before, nothing else.
+EVALUATED = ("binary_matrix", "n_queens", "spiral_matrix", "string_insertion")
+# These read the answer with SymPy's `parse_expr`, which runs it: they get formulas only.  A formula does not contain
+# `Integral`, with which each integral would be its own solution.
+PARSED = ("countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration")
+_NAMES = (
+    "sin cos tan cot sec csc asin acos atan acot asec acsc sinh cosh tanh coth sech csch asinh acosh atanh acoth asech"
+    " acsch exp log ln sqrt cbrt root Abs sign pi oo Rational Integer Float"
+)
+_NUMBER = r"(?:\d++(?:\.\d*+)?|\.\d++)(?:[eE][+-]?\d++)?"
+_NAME = rf"(?:[A-Za-z]\d*+|{'|'.join(_NAMES.split())})"
+# Possessive (`*+`): a text that fails costs no more time than one that fits.
+_FORMULA = re.compile(rf"(?>(?:{_NUMBER}|{_NAME})(?![\w.])|[\s+*/^(),%-])*+", re.ASCII)
 
 Scorer = Callable[[str, dict[str, Any]], float]
 
@@ -65,6 +83,11 @@ def own_answer(dataset: str, entry: dict[str, Any]) -> str | None:
     return None if value is None else text(value)
 
 
+def is_formula(text: str) -> bool:
+    """Return whether a text has only numbers, operators, names of one letter and known functions: safe to evaluate."""
+    return _FORMULA.fullmatch(text) is not None
+
+
 @functools.lru_cache(maxsize=256)
 def _scorer(dataset: str, options: str) -> Scorer:
     """Return the scorer of a data set with `options` (JSON).  Cached, because some data sets load word lists."""
@@ -72,6 +95,8 @@ def _scorer(dataset: str, options: str) -> Scorer:
 
     if dataset not in DATASETS:
         raise ValueError(f"truth.dataset is {dataset!r}; reasoning-gym knows {', '.join(sorted(DATASETS))}")
+    if dataset in EVALUATED:
+        vars(sys.modules[DATASETS[dataset][0].__module__])["eval"] = ast.literal_eval
     try:
         score: Scorer = create_dataset(dataset, **json.loads(options)).score_answer
     except Exception as error:
@@ -162,6 +187,8 @@ class PuzzlesReward(RewardPlugin):
         oracle = entry["answer"]
         if isinstance(oracle, str) and oracle != answer and oracle.strip() == answer:
             answer = oracle  # reading the tags removed the white space around the answer
+        if dataset in PARSED and not is_formula(answer):
+            answer = ""  # the scorer's lowest score, as for any text that is not an expression
         try:
             raw = float(score_answer(answer, entry))
         except Exception as error:

@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
+from nemo_prorl.config import PUZZLE_FORM
 from nemo_prorl.data.blend import load_sources
+from nemo_prorl.data.laptop.model import build_tokenizer
+from nemo_prorl.data.records import read_records
+from nemo_prorl.data.render import PromptRenderer
 from nemo_prorl.errors import ConfigError, DataError
 from nemo_prorl.evaluation.catalogue import (
     Sampling,
@@ -23,6 +27,7 @@ from nemo_prorl.evaluation.catalogue import (
 )
 from nemo_prorl.rewards.discovery import discover
 from nemo_prorl.settings import load
+from tests.data.preparing import prepare
 
 ALL = catalogue()
 
@@ -53,6 +58,46 @@ def test_what_is_made_on_the_spot_is_always_the_same(name: str) -> None:
     assert records_sha256(records) == records_sha256(load_records(ALL[name], None)[:20])
     assert {record["task"] for record in records} == {ALL[name].task}
     assert {part_of(record) for record in records} == {name.removeprefix("laptop_")} or ALL[name].task == "math"
+
+
+@pytest.mark.starts
+def test_generated_benchmarks_are_asked_in_the_form_of_training(tmp_path: Path) -> None:
+    tasks = tmp_path / "acre.yaml"
+    tasks.write_text("tasks:\n  acre:\n")
+    given = (
+        "--from",
+        tasks,
+        "--seed",
+        30_000_000,
+        "--size",
+        100,
+        "--holdout",
+        0,
+        "--check",
+        0,
+        "--out",
+        tmp_path / "acre",
+    )
+    assert prepare("reasoning-gym", *given) == 0
+    trained = [record["prompt"] for record in read_records(tmp_path / "acre" / "train.jsonl")]
+    asked = load_records(ALL["acre"], None)
+    assert [record["prompt"] for record in asked] == trained
+    tokenizer = build_tokenizer(["a question and its answer"])
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
+    )
+    tokenizer.save_pretrained(tmp_path)
+    renderer = PromptRenderer(tmp_path, 32_768)
+    text = renderer.decode(renderer.prompt_ids(asked[0]))
+    question = asked[0]["truth"]["entry"]["question"].strip()
+    assert text == f"<|user|>{PUZZLE_FORM}\n\n{question}<|assistant|><think>\n"
+    for name in ("boxnet", "game_of_life_halting"):
+        [message] = load_records(ALL[name], None, limit=1)[0]["prompt"]
+        assert message["content"].startswith(PUZZLE_FORM)
+    for one in choose("laptop"):  # the laptop's model knows no chat template
+        prompts = [record["prompt"] for record in load_records(one, None)]
+        assert all(prompt.endswith((" in \\boxed{}.", " in <answer></answer>.")) for prompt in prompts)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import pyarrow
 import pyarrow.parquet
 
 from tests.data import published_code as code
+from tests.data.published_stem import scp_116k
 
 Rows = list[dict[str, Any]]
 
@@ -200,20 +201,6 @@ def deepscaler(folder: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(rows, ensure_ascii=False, indent=1), encoding="utf-8")
     return folder / "deepscaler"
-
-
-def scp_116k(folder: Path) -> Path:
-    """12 rows of SCP-116K: a boxed answer that agrees, one that does not, none, an empty solution."""
-    rows = []
-    for number in range(12):
-        text, answer = _story(160 + number)
-        response = f"<think>\nHm.\n</think>\nThe answer is $\\boxed{{{answer}}}$."
-        solution = f"They are \\boxed{{{answer + (number == 1)}}} trees."
-        rows.append({"domain": "Botany", "problem": text, "matched_solution": solution, "r1_response": response})
-    rows[2]["r1_response"] = "<think>\nHm.\n</think>\nMany."
-    rows[3]["matched_solution"] = ""
-    _lines(folder / "scp-116k" / "SCP_116K.jsonl", rows)
-    return folder / "scp-116k"
 
 
 def nemotron_if(folder: Path) -> Path:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,8 +16,9 @@ from typing import Any
 
 import pytest
 
-from nemo_prorl.data.prepare.judge import verdict_in
+from nemo_prorl.data.prepare.judge import Judgement, judgement_in
 from tests.data.preparing import Rows, dropped, manifest, prepare, records, refused, write
+from tests.data.published_stem import scp_116k
 from tests.test_formats import against
 
 pytestmark = pytest.mark.starts
@@ -30,15 +32,21 @@ def pairs(count: int) -> Rows:
         {
             "problem": f"What is the mass of {n} bricks of 2 kg?",
             "solution": f"One has 2 kg.\nTogether they have {2 * n} kg.",
-            "r1_response": f"<think>{n}</think>It is \\boxed{{{2 * n + (n % 3 == 0)}\\,\\text{{kg}}}}.",
+            "r1_response": f"<think>{n}</think>It is {_written(n)}.",
             "domain": "physics",
         }
         for n in range(1, count + 1)
     ]
 
 
+def _written(n: int) -> str:
+    """R1's answer: wrong for every third, and without a box for every fourth."""
+    mass = 2 * n + (n % 3 == 0)
+    return f"{mass} kg" if n % 4 == 0 else f"\\boxed{{{mass}\\,\\text{{kg}}}}"
+
+
 class Judge(ThreadingHTTPServer):
-    """Compares the two numbers of what it is asked; `faults` come first, `slow_s` before each answer."""
+    """Reads and compares the two masses of what it is asked; `faults` come first, `slow_s` before each answer."""
 
     daemon_threads = True
 
@@ -49,8 +57,22 @@ class Judge(ThreadingHTTPServer):
         self.keys: list[str | None] = []
         self.faults: list[int] = []
         self.slow_s = 0.0
+        self.counts_tokens = True
         self.busy = self.busiest = 0
         self.lock = threading.Lock()
+
+    @staticmethod
+    def judge(asked: str) -> str | None:
+        found = re.search(r"Together they have (\d+) kg.*It is (?:\\boxed\{)?(\d+)", asked, re.DOTALL)
+        assert found
+        first, second = found.groups()
+        if first == "10":
+            return "Who knows."
+        if first == "20":
+            return None  # as a refusal
+        verdict = "AGREE" if first == second else "DISAGREE"
+        thought = "<think>VERDICT: DISAGREE? no</think>Both say so."
+        return f"{thought}\n**FIRST:** ${first}\\,\\text{{kg}}$\nSECOND: {second} kg\nVERDICT: {verdict}"
 
     @property
     def url(self) -> str:
@@ -79,12 +101,10 @@ class _Handler(BaseHTTPRequestHandler):
                 server.asked[asked] += 1
                 server.bodies.append(body)
                 server.keys.append(self.headers["Authorization"])
-            one = asked.split("Together they have ")[1].split(" ")[0]
-            other = asked.split("Second answer:\n")[1].split("\\")[0]
-            said = f"<think>DISAGREE? no</think>Both say so.\n{'AGREE' if one == other else 'DISAGREE'}"
-            if one == "10":
-                said = "Who knows."
-            self._answer(200, json.dumps({"choices": [{"message": {"content": said}}]}).encode())
+            reply: dict[str, Any] = {"choices": [{"message": {"content": server.judge(asked)}}]}
+            if server.counts_tokens:
+                reply["usage"] = {"prompt_tokens": 100, "completion_tokens": 20, "total_tokens": 120}
+            self._answer(200, json.dumps(reply).encode())
         finally:
             with server.lock:
                 server.busy -= 1
@@ -128,14 +148,17 @@ def test_what_agrees_is_kept_and_the_judge_is_asked_once(
     assert against("data-manifest", told) == []
     assert told["checks"]["agreement"] == {
         **{"by": "judge", "model": MODEL},
-        "counts": {"agree": 7, "disagree": 4, "unclear": 1},
+        "counts": {"agree": 6, "disagree": 4, "unclear": 2},
+        **{"requests": 12, "prompt_tokens": 1200, "completion_tokens": 240},
     }
     assert dropped(tmp_path / "out") == dict.fromkeys((3, 6, 9, 12), "the solutions disagree") | {
-        5: "no verdict of the judge"
+        5: "no verdict of the judge",
+        10: "no verdict of the judge",
     }
-    kept = records(tmp_path / "out")
-    assert kept[0]["truth"] == {"answer": "2\\,\\text{kg}"}
-    assert kept[0]["meta"] == {"domain": "physics"}
+    kept = {record["prompt"][0]["content"].split()[5]: record for record in records(tmp_path / "out")}
+    assert kept["1"]["truth"] == {"answer": "2\\,\\text{kg}"}
+    assert kept["4"]["truth"] == {"answer": ["8\\,\\text{kg}", "8 kg"]}  # no box, so as the judge read them
+    assert kept["1"]["meta"] == {"domain": "physics"}
     assert set(judge.keys) == {"Bearer secret"}
     assert {body["temperature"] for body in judge.bodies} == {0.0}
     assert 1 < judge.busiest <= 4 or len(judge.bodies) == 12
@@ -174,7 +197,7 @@ def test_killed_and_started_again_it_asks_only_for_what_is_missing(tmp_path: Pat
     judge.asked.clear()
     assert prepare(*given) == 0
     assert sum(judge.asked.values()) == len(judge.asked) == count - known
-    assert manifest(tmp_path / "out")["checks"]["agreement"]["counts"] == {"agree": 39, "disagree": 20, "unclear": 1}
+    assert manifest(tmp_path / "out")["checks"]["agreement"]["counts"] == {"agree": 38, "disagree": 20, "unclear": 2}
     assert cache.read_bytes().count(b"\n") == count
 
 
@@ -215,6 +238,84 @@ def test_another_model_is_asked_anew_and_a_broken_cache_is_named(
     assert f"{cache}:4: field 'verdict' is 'maybe'; expected agree" in refused(capsys, caplog, 4, *given)
 
 
+def kept_problems(out: Path) -> list[str]:
+    return [record["prompt"][0]["content"] for record in records(out)]
+
+
+def test_size_ends_it_early_with_the_same_records_whatever_the_workers_and_kills(tmp_path: Path, judge: Judge) -> None:
+    given = words(tmp_path, judge, 400)
+    assert prepare(*given, "--size", 30) == 0
+    first = (tmp_path / "out" / "train.jsonl").read_bytes()
+    assert len(records(tmp_path / "out")) == 30
+    counts = manifest(tmp_path / "out")["counts"]["dropped"]
+    assert counts["not judged"] == 400 - len(judge.bodies) == 400 - 64
+    assert counts["beyond --size"] > 0
+    told = manifest(tmp_path / "out")["checks"]["agreement"]
+    assert told["requests"] == 64
+    assert told["prompt_tokens"] == 6400
+    (tmp_path / "out" / "judge-cache.jsonl").unlink()
+    judge.slow_s = 0.002
+    assert prepare(*given, "--size", 30, "--judge-workers", 1) == 0
+    assert (tmp_path / "out" / "train.jsonl").read_bytes() == first
+    cache = tmp_path / "out" / "judge-cache.jsonl"
+    cache.write_bytes(b"".join(cache.read_bytes().splitlines(keepends=True)[:20]))  # as after a kill
+    judge.asked.clear()
+    assert prepare(*given, "--size", 30) == 0
+    assert sum(judge.asked.values()) == 64 - 20
+    assert (tmp_path / "out" / "train.jsonl").read_bytes() == first
+    assert manifest(tmp_path / "out")["checks"]["agreement"] == told
+    smaller = {*kept_problems(tmp_path / "out")}
+    assert prepare(*given, "--size", 90) == 0  # more of the same order
+    assert smaller < {*kept_problems(tmp_path / "out")}
+    assert prepare(*given, "--size", 30, "--seed", 1) == 0
+    assert smaller != {*kept_problems(tmp_path / "out")}
+
+
+def test_an_estimate_comes_before_the_first_request(
+    tmp_path: Path, judge: Judge, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    given = words(tmp_path, judge, 20)
+    caplog.set_level("INFO")
+    assert prepare(*given, "--size", 8, "--estimate") == 0
+    said = capsys.readouterr().out
+    assert "20 pairs of solutions, 0 of them judged before: at most 20 requests and at least 8" in said
+    tokens = int(said.split("About ")[1].split(" ")[0])
+    assert not judge.bodies
+    assert not (tmp_path / "out").exists()
+    assert prepare(*given, "--limit", 5) == 0
+    assert "5 pairs of solutions, 0 of them judged before: at most 5 requests." in caplog.text
+    assert len(judge.bodies) == 5
+    longest = max(len(body["messages"][0]["content"]) for body in judge.bodies)
+    assert tokens == pytest.approx(longest / 4, rel=0.05)
+    assert prepare(*given, "--estimate") == 0
+    assert "20 pairs of solutions, 5 of them judged before: at most 15 requests." in capsys.readouterr().out
+    assert "--estimate: is for" in refused(capsys, caplog, 2, *given, "--agreement", "none", "--estimate")
+
+
+def test_a_server_that_counts_no_tokens_is_no_fault_and_long_texts_are_cut(tmp_path: Path, judge: Judge) -> None:
+    judge.counts_tokens = False
+    rows = pairs(2)
+    rows[1]["solution"] = "Long. " * 5_000 + rows[1]["solution"]
+    file = write(tmp_path / "scp.jsonl", rows)
+    given = ["--from", file, "--out", tmp_path / "out", "--judge-url", judge.url, "--judge-model", MODEL]
+    assert prepare("scp-116k", *given) == 0
+    told = manifest(tmp_path / "out")["checks"]["agreement"]
+    assert (told["requests"], told["prompt_tokens"], told["completion_tokens"]) == (2, 0, 0)
+    assert max(len(body["messages"][0]["content"]) for body in judge.bodies) < 12_000
+
+
+def test_the_grader_and_none_need_a_box(tmp_path: Path) -> None:
+    folder = scp_116k(tmp_path)
+    given = ("scp-116k", "--from", folder, "--check", "all")
+    assert prepare(*given, "--out", tmp_path / "graded", "--agreement", "grader") == 0
+    fates = {2: "the solutions disagree", 3: "no answer", 4: "no solution", 5: "no solution", 6: "nothing to compare"}
+    fates |= {7: "no answer", 8: "duplicate", 9: "no problem", 10: "no answer"}
+    assert dropped(tmp_path / "graded") == fates
+    assert prepare(*given, "--out", tmp_path / "all", "--agreement", "none") == 0
+    kept_too = {2, 6}
+    assert set(dropped(tmp_path / "all")) == set(fates) - kept_too
+
+
 def test_the_grader_compares_boxed_answers_without_a_judge(tmp_path: Path) -> None:
     rows = pairs(4)
     rows[0]["solution"] += "\nSo \\boxed{2\\,\\text{kg}}."
@@ -222,24 +323,33 @@ def test_the_grader_compares_boxed_answers_without_a_judge(tmp_path: Path) -> No
     file = write(tmp_path / "scp.jsonl", rows)
     given = ("--agreement", "grader", "--check", 0)
     assert prepare("scp-116k", "--from", file, "--out", tmp_path / "out", *given) == 0
-    assert dropped(tmp_path / "out") == {2: "nothing to compare", 3: "the solutions disagree", 4: "nothing to compare"}
+    assert dropped(tmp_path / "out") == {2: "nothing to compare", 3: "the solutions disagree", 4: "no answer"}
     counts = manifest(tmp_path / "out")["checks"]["agreement"]["counts"]
-    assert counts == {"agree": 1, "disagree": 1, "unclear": 2}
+    assert counts == {"agree": 1, "disagree": 1, "unclear": 1}
     assert prepare("scp-116k", "--from", file, "--out", tmp_path / "all", "--agreement", "none", "--check", 0) == 0
-    assert manifest(tmp_path / "all")["counts"]["kept"] == 4
+    assert manifest(tmp_path / "all")["counts"]["kept"] == 3
 
 
 @pytest.mark.parametrize(
-    ("text", "verdict"),
+    ("text", "expected"),
     [
-        ("AGREE", "agree"),
-        ("I first thought DISAGREE.\nAGREE", "agree"),
-        ("<think>AGREE</think>DISAGREE", "disagree"),
-        ("<think>AGREE</think>", "unclear"),
-        ("They agree.", "unclear"),
-        ("DISAGREEMENT", "unclear"),
-        ("", "unclear"),
+        ("FIRST: 1\nSECOND: 2\nVERDICT: AGREE", Judgement("agree", "1", "2")),
+        ("FIRST: 3\nI first thought so.\nFIRST: 1\nSECOND: 2\nVERDICT: DISAGREE", Judgement("disagree", "1", "2")),
+        ("<think>VERDICT: AGREE</think>FIRST: 1\nSECOND: 2\nVERDICT: DISAGREE", Judgement("disagree", "1", "2")),
+        ("<think>FIRST: 1\nSECOND: 1\nVERDICT: AGREE</think>", Judgement("unclear")),
+        (
+            "**FIRST:** $\\frac{1}{2}$\n**SECOND:** \\boxed{0.5}\n**VERDICT: AGREE**",
+            Judgement("agree", "\\frac{1}{2}", "0.5"),
+        ),
+        ("FIRST: \\(x\\)\nSECOND: $x$.\nVERDICT: AGREE", Judgement("agree", "x", "x")),
+        ("FIRST: $a$ and $b$\nSECOND: b\nVERDICT: AGREE", Judgement("agree", "$a$ and $b$", "b")),
+        ("FIRST: NONE\nSECOND: 2\nVERDICT: DISAGREE", Judgement("no answer", "NONE", "2")),
+        ("FIRST: 1\nSECOND:\nVERDICT: AGREE", Judgement("unclear", "1", "")),
+        ("FIRST: 1\nSECOND: 2\nVERDICT: AGREEMENT", Judgement("unclear", "1", "2")),
+        ("They agree.", Judgement("unclear")),
+        ('{"verdict": "AGREE", "first": ', Judgement("unclear")),
+        ("", Judgement("unclear")),
     ],
 )
-def test_the_last_word_counts(text: str, verdict: str) -> None:
-    assert verdict_in(text) == verdict
+def test_the_last_lines_count(text: str, expected: Judgement) -> None:
+    assert judgement_in(text) == expected

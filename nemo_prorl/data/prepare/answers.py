@@ -148,15 +148,22 @@ def _has_form(truth: dict[str, Any], form: re.Pattern[str]) -> bool:
     return bool(texts) and all(len(text) <= _MOST and form.fullmatch(text) for text in texts)
 
 
+def unusable(answer: str) -> Drop | None:
+    """Return why no response can be compared with an answer; None for a usable answer."""
+    if answer.lower() in _PLACEHOLDERS:
+        return Drop("no answer", f"{answer!r} stands in its place")
+    if not _braces_balance(answer):
+        return Drop("broken answer", f"its braces do not balance: {answer[:80]}")
+    return None
+
+
 def _final(row: Row, task: str, truth: dict[str, Any], answer: str, question: str) -> Draft | Drop:
     if not question.strip():
         return Drop("no problem", "the text is empty")
     if not answer:
         return Drop("no answer", "the source gives none")
-    if answer.lower() in _PLACEHOLDERS:
-        return Drop("no answer", f"{answer!r} stands in its place")
-    if not _braces_balance(answer):
-        return Drop("broken answer", f"its braces do not balance: {answer[:80]}")
+    if (fault := unusable(answer)) is not None:
+        return fault
     return Draft(task, question.strip(), truth, BOXED, f"\\boxed{{{answer}}}", row_id(row))
 
 
@@ -251,27 +258,27 @@ def last_box(text: str) -> str | None:
 
 
 def scp(row: Row) -> Draft | Drop:
-    """Convert a row of SCP-116K: `problem`, the source's `solution` and R1's `response`.
+    """Convert a row of SCP-116K: `problem`, the source's solution and R1's response.
 
-    The truth accepts R1's boxed answer, because the source's solution is usually prose.  The truth also accepts the
-    boxed answer of the source's solution or, without a box, the whole solution if it is one short line.  Unless
-    --agreement is none, a later filter drops the record if R1's answer and the source's solution disagree.
+    A row without a boxed answer of R1 gets an empty truth, which only a judge can fill.  Otherwise the truth accepts
+    R1's boxed answer, and the source's: boxed, or the whole solution if it is one short line.
     """
     question = row.text("problem", "question")
     solution = row.text("solution", "matched_solution", "extract_solution").strip()
-    response = row.text("response", "r1_response", "r1_solution").rpartition("</think>")[2]
+    response = row.text("response", "r1_response", "r1_solution").rpartition("</think>")[2].strip()
     if not question.strip():
         return Drop("no problem", "the text is empty")
     if not solution:
         return Drop("no solution", "the source's solution was not found")
-    answer = last_box(response)
-    if not answer:
-        return Drop("no answer", "R1's response has nothing in \\boxed{}")
-    source_answer = last_box(solution) or (solution if "\n" not in solution and len(solution) <= 60 else None)
-    accepted = list(dict.fromkeys([text for text in (source_answer, answer) if text]))
-    drafted = _final(row, "stem", {"answer": accepted if len(accepted) > 1 else answer}, answer, question)
-    if isinstance(drafted, Drop):
-        return drafted
+    if not response:
+        return Drop("no answer", "R1's response is empty")
     domain = row.first("domain")
     meta = {"domain": domain} if isinstance(domain, str) else {}
-    return replace(drafted, meta=meta, reference=solution, candidate=answer)
+    drafted = Draft("stem", question.strip(), {}, BOXED, None, row_id(row), meta, solution, response)
+    answer = last_box(response)
+    if not answer or unusable(answer):
+        return drafted
+    source_answer = last_box(solution) or (solution if "\n" not in solution and len(solution) <= 60 else None)
+    accepted = list(dict.fromkeys([text for text in (source_answer, answer) if text]))
+    truth = {"answer": accepted if len(accepted) > 1 else answer}
+    return replace(drafted, truth=truth, gold=f"\\boxed{{{answer}}}")

@@ -112,6 +112,8 @@ def _add_judge(group: Any) -> None:
     group.add_argument("--judge-workers", type=_count, default=16, metavar="N", help=text)
     text = "maximum seconds for one verdict, retries included; default: 300"
     group.add_argument("--judge-deadline-s", type=float, default=300.0, metavar="S", help=text)
+    text = "print the judge's requests and tokens, and stop before the first request"
+    group.add_argument("--estimate", action="store_true", help=text)
 
 
 def _count(text: str) -> int:
@@ -161,6 +163,9 @@ def run(arguments: argparse.Namespace) -> int:
     options = _options(arguments)
     from nemo_prorl.data.prepare import job
 
+    if arguments.estimate:
+        sys.stdout.write(job.estimate(options))
+        return 0
     manifest = job.prepare(options, ["prorl", *sys.argv[1:]])
     sys.stdout.write(job.summary(options, manifest))
     return 0

@@ -4,14 +4,14 @@ import logging
 import random
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from nemo_prorl import __version__
 from nemo_prorl.data import hub
-from nemo_prorl.data.prepare import answers, filters, gold, output, puzzles
+from nemo_prorl.data.prepare import agreement, answers, filters, gold, output, puzzles
 from nemo_prorl.data.prepare.drafts import Draft, Drop
 from nemo_prorl.data.prepare.inputs import (
     HUB,
@@ -22,7 +22,6 @@ from nemo_prorl.data.prepare.inputs import (
     source_files,
     tasks_file_of,
 )
-from nemo_prorl.data.prepare.judge import JudgeVerdict, verdicts
 from nemo_prorl.data.prepare.manifest import Checks, HubSource, InputFile, PreparedManifest, RecordCounts
 from nemo_prorl.data.prepare.oracle import Oracles
 from nemo_prorl.data.prepare.output import Part
@@ -178,7 +177,8 @@ class Preparation:
             "source": self.options.source.name,
             "meta": meta,
         }
-        validate_record(record, f"{file}:{line}")
+        if drafted.truth:  # otherwise the judge still has to read it
+            validate_record(record, f"{file}:{line}")
         self.items.append(Item(file, line, drafted, record, part))
 
     # --- dropping --------------------------------------------------------------------------------------------------
@@ -196,12 +196,20 @@ class Preparation:
                 self._drop(item.file, item.line, drop)
         self.items = kept
 
+    def _truth_fault(self) -> Callable[[dict[str, Any]], str | None]:
+        """Return the function that says why the plugin refuses a truth; none is refused for the user's own task."""
+        return (lambda _: None) if self.own_task else gold.Truths(self.options.source.task).fault
+
     def drop_invalid_truths(self) -> None:
-        truths = gold.Truths(self.options.source.task)
-        self._drop_where(
-            Drop("refused by the plugin", fault) if (fault := truths.fault(item.draft.truth)) else None
-            for item in self.items
-        )
+        """Drop what the plugin refuses.  An empty truth, of a row without a boxed answer, waits for the judge."""
+        fault_of = self._truth_fault()
+
+        def why(truth: dict[str, Any]) -> Drop | None:
+            if not truth and self.options.source.judged:
+                return None if self.options.judge else Drop("no answer", "R1's response has nothing in \\boxed{}")
+            return Drop("refused by the plugin", fault) if (fault := fault_of(truth)) else None
+
+        self._drop_where(why(item.draft.truth) for item in self.items)
 
     def drop_duplicates(self) -> None:
         """Keep the first of equal problems; a validation problem has priority over a training problem."""
@@ -257,40 +265,24 @@ class Preparation:
         }
 
     def drop_disagreeing(self) -> None:
+        """Keep the items whose two solutions agree; the judge also reads the answers that become their truths."""
         opts = self.options
         if not opts.source.judged or opts.agreement == "none":
             return
-        if opts.agreement == "grader":
-            self._agree_by_grader()
-            return
-        assert opts.judge is not None
-        found, request_count = verdicts([item.draft for item in self.items], opts.judge, opts.out / output.CACHE)
-        words = {"disagree": "the solutions disagree", "unclear": "no verdict of the judge"}
-        self._drop_where(None if verdict == "agree" else Drop(words[verdict]) for verdict in found)
-        self.checks["agreement"] = {"by": "judge", "model": opts.judge.model, "counts": Counter(found)}
-        _log.info("sent %d requests to the judge", request_count)
-
-    def _agree_by_grader(self) -> None:
-        """Keep an item only if the plugin finds R1's boxed answer equal to the boxed answer of the source."""
-        boxes = [answers.last_box(item.draft.reference) for item in self.items]
-        boxed = [at for at, box in enumerate(boxes) if box]
-        records: list[PromptRecord] = [{**self.items[at].record, "truth": {"answer": boxes[at]}} for at in boxed]
-        golds = [f"\\boxed{{{self.items[at].draft.candidate}}}" for at in boxed]
-        wrong = gold.failures(records, golds, self.options.workers, self.options.unsafe_no_sandbox)
-        disagree = {boxed[at]: why for at, why in wrong.items()}
-
-        def why(at: int) -> Drop | None:
-            if not boxes[at]:
-                return Drop("nothing to compare", "the source's solution boxes no answer; a judge could read it")
-            return Drop("the solutions disagree", disagree[at]) if at in disagree else None
-
-        self._drop_where(why(at) for at in range(len(self.items)))
-        counts: dict[JudgeVerdict, int] = {
-            "agree": len(boxed) - len(disagree),
-            "disagree": len(disagree),
-            "unclear": len(boxes) - len(boxed),
-        }
-        self.checks["agreement"] = {"by": "grader", "counts": counts}
+        drafts = [item.draft for item in self.items]
+        if opts.judge is None:
+            records = [item.record for item in self.items]
+            outcome = agreement.graded(drafts, records, opts.workers, opts.unsafe_no_sandbox)
+        else:
+            valid = self._truth_fault()
+            outcome = agreement.judged(drafts, opts.judge, opts.out / output.CACHE, valid, opts.size, opts.seed)
+        self.checks["agreement"] = outcome.check
+        self._drop_where(one if isinstance(one, Drop) else None for one in outcome.results)
+        kept = [one for one in outcome.results if isinstance(one, Draft)]
+        self.items = [
+            replace(item, draft=draft, record={**item.record, "truth": draft.truth})
+            for item, draft in zip(self.items, kept, strict=True)
+        ]
 
     def drop_beyond_size(self) -> None:
         """Keep a random choice of --size items, fixed by the seed, in the source's order."""
@@ -387,24 +379,38 @@ class Preparation:
         return manifest
 
 
-def prepare(options: PrepareOptions, command: Sequence[str]) -> PreparedManifest:
-    """Prepare a data set and return the manifest.  Cheap filters run first, a judge and the reward service last."""
+def _filtered(options: PrepareOptions) -> Preparation:
+    """Return the preparation after reading and after the filters that cost no request and no reward worker."""
     output.check_folder(options.out, options.source.name)
     job = Preparation(options)
     job.read_source()
     _log.info("read %d rows; made a record from %d of them", job.read, len(job.items))
+    job.drop_invalid_truths()
     if not job.own_task:
-        job.drop_invalid_truths()
         job.drop_worded()
         job.warn_of_answers()
     job.drop_duplicates()
     job.drop_contaminated()
     job.drop_long()
+    return job
+
+
+def prepare(options: PrepareOptions, command: Sequence[str]) -> PreparedManifest:
+    """Prepare a data set and return the manifest.  Cheap filters run first, a judge and the reward service last."""
+    job = _filtered(options)
     job.drop_disagreeing()
     job.drop_beyond_size()
     if not job.own_task:
         job.drop_wrong_golds()
     return job.write(command)
+
+
+def estimate(options: PrepareOptions) -> str:
+    """Return what the judge would cost, without a request.  Raises ConfigError if no judge is needed."""
+    if options.judge is None:
+        raise ConfigError("--estimate: is for --agreement judge (scp-116k); nothing else has a cost")
+    drafts = [item.draft for item in _filtered(options).items]
+    return agreement.estimate(drafts, options.judge, options.out / output.CACHE, options.size) + "\n"
 
 
 def summary(options: PrepareOptions, manifest: PreparedManifest) -> str:

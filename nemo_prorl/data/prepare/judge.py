@@ -1,7 +1,7 @@
-"""A language model as judge of whether two solutions agree, through any OpenAI-compatible endpoint.
+"""A language model that reads the answers of two solutions and judges whether they agree, by OpenAI's protocol.
 
-Each verdict is appended to a cache file at once, under a hash of the whole request.  After a kill, only the missing
-verdicts are requested.  A changed model or prompt changes all hashes, so all verdicts are requested again.
+Each judgement is appended to a cache file at once, under a hash of the whole request.  After a kill, only the missing
+ones are requested.  A changed model or prompt changes all hashes, so all judgements are requested again.
 """
 
 import asyncio
@@ -12,8 +12,8 @@ import logging
 import os
 import re
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
@@ -22,25 +22,34 @@ from nemo_prorl.errors import ConfigError, DataError, DeadlineExceeded
 
 _log = logging.getLogger(__name__)
 
-JudgeVerdict = Literal["agree", "disagree", "unclear"]
+JudgeVerdict = Literal["agree", "disagree", "unclear", "no answer"]
 VERDICTS: tuple[JudgeVerdict, ...] = get_args(JudgeVerdict)
 KEY_VARIABLE = "PRORL_JUDGE_KEY"
 _JUDGE_PROMPT = """\
-Two answers to one problem of science follow. Do they agree? They agree if their final results mean the same: the same \
-value (other units, notation or rounding are no difference), the same formula, the same choice, the same statement. \
-Judge only whether they agree, not whether they are right.
+Two solutions of one problem of science follow. Read the final answer out of each, as short as it can be written: a \
+number with its unit, a formula, a name, the letter of a choice. Use LaTeX for formulas, without dollar signs. If a \
+solution has no short final answer (it is a proof, an essay or a drawing, or it is cut off), its answer is NONE.
+
+Then judge whether the two answers mean the same: the same value (other units, notation or rounding are no \
+difference), the same formula, the same choice, the same statement. Judge only whether they agree, not whether they \
+are right.
 
 Problem:
 {problem}
 
-First answer, with its solution:
+First solution:
 {reference}
 
-Second answer:
+Second solution:
 {candidate}
 
-Reason briefly if you need to. Then end with one word on a line of its own: AGREE or DISAGREE."""
-_WORD = re.compile(r"\b(DISAGREE|AGREE)\b")
+Reason briefly if you need to. Then end with these three lines:
+FIRST: the answer of the first solution, or NONE
+SECOND: the answer of the second solution, or NONE
+VERDICT: AGREE or DISAGREE"""
+_MOST_CHARS = 8000  # of each text: the end, where the answer is.  A longer one may exceed the context of the judge
+_LINE = re.compile(r"^[\s*]*(FIRST|SECOND|VERDICT)[\s*]*:[ \t*]*(.*?)[\s*]*$", re.MULTILINE)
+_WRAPPED = re.compile(r"\$+([^$]+)\$+\.?|\\\((.*?)\\\)|\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", re.DOTALL)
 _LOG_EVERY_S = 30.0
 _BACKOFF_S = (0.5, 20.0)  # seconds: first and longest wait before a retry
 
@@ -56,18 +65,42 @@ class JudgeOptions:
     max_tokens: int = 2048
 
 
-def verdict_in(text: str) -> JudgeVerdict:
-    """Return the last verdict in the text that follows the judge's thinking; `unclear` if the text has no verdict."""
-    found = _WORD.findall(text.rpartition("</think>")[2])
-    return "unclear" if not found else "agree" if found[-1] == "AGREE" else "disagree"
+@dataclass(frozen=True)
+class Judgement:
+    """A verdict with the short answers of both solutions, and the tokens that the server counted (0: unknown)."""
+
+    verdict: JudgeVerdict
+    first: str = ""
+    second: str = ""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+def judgement_in(text: str) -> Judgement:
+    """Return the judgement in the text that follows the judge's thinking; `unclear` if a line is missing."""
+    lines = dict(_LINE.findall(text.rpartition("</think>")[2]))  # the last of equal names counts
+    first, second = (_unwrapped(lines.get(name, "")) for name in ("FIRST", "SECOND"))
+    if not (first and second) or lines.get("VERDICT", "") not in ("AGREE", "DISAGREE"):
+        return Judgement("unclear", first, second)
+    if "NONE" in (first, second):
+        return Judgement("no answer", first, second)
+    return Judgement("agree" if lines["VERDICT"] == "AGREE" else "disagree", first, second)
+
+
+def _unwrapped(answer: str) -> str:
+    """Return an answer without the dollar signs or the box around all of it."""
+    answer = answer.strip()
+    while (match := _WRAPPED.fullmatch(answer)) is not None and (inner := next(filter(None, match.groups()), "")):
+        answer = inner.strip()
+    return answer
 
 
 class Cache:
-    """A file of verdicts by key, one JSON object per line.  Opening it removes a last line cut off by a kill."""
+    """A file of judgements by key, one JSON object per line.  Opening it removes a last line cut off by a kill."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.verdicts: dict[str, JudgeVerdict] = {}
+        self.judgements: dict[str, Judgement] = {}
         self._file: IO[bytes] | None = None
 
     def __enter__(self) -> "Cache":
@@ -82,13 +115,14 @@ class Cache:
             try:
                 entry = json.loads(line)
                 key, verdict = entry["key"], entry["verdict"]
+                kept = {name: entry[name] for name in _KEPT if name in entry}
             except (ValueError, TypeError, KeyError) as error:
                 raise DataError(
                     f"{self.path}:{number}: not a verdict ({error}).  Fix: remove the line or the file"
                 ) from None
             if verdict not in VERDICTS:
                 raise DataError(f"{self.path}:{number}: field 'verdict' is {verdict!r}; expected {', '.join(VERDICTS)}")
-            self.verdicts[key] = verdict
+            self.judgements[key] = Judgement(verdict, **kept)
         self._file.truncate(whole)
         return self
 
@@ -96,16 +130,29 @@ class Cache:
         if self._file is not None:
             self._file.close()
 
-    def add(self, key: str, verdict: JudgeVerdict, reply: str) -> None:
+    def add(self, key: str, judgement: Judgement, reply: str) -> None:
         assert self._file is not None
-        self.verdicts[key] = verdict
-        self._file.write(json.dumps({"key": key, "verdict": verdict, "said": reply[-200:]}).encode() + b"\n")
+        self.judgements[key] = judgement
+        line = {"key": key, **asdict(judgement), "said": reply[-200:]}
+        self._file.write(json.dumps(line).encode() + b"\n")
         self._file.flush()
+
+
+_KEPT = ("first", "second", "prompt_tokens", "completion_tokens")
+
+
+def read_cache(path: Path) -> dict[str, Judgement]:
+    """Return the judgements of a cache file by key; none if there is no file."""
+    if not path.is_file():
+        return {}
+    with Cache(path) as cache:
+        return cache.judgements
 
 
 def request_of(draft: Draft, options: JudgeOptions) -> dict[str, Any]:
     """Return the body of the request for a draft's two solutions."""
-    content = _JUDGE_PROMPT.format(problem=draft.question, reference=draft.reference, candidate=draft.candidate)
+    texts = {"problem": draft.question, "reference": draft.reference, "candidate": draft.candidate}
+    content = _JUDGE_PROMPT.format(**{name: _ending(text) for name, text in texts.items()})
     return {
         "model": options.model,
         "messages": [{"role": "user", "content": content}],
@@ -114,32 +161,25 @@ def request_of(draft: Draft, options: JudgeOptions) -> dict[str, Any]:
     }
 
 
+def _ending(text: str) -> str:
+    return text if len(text) <= _MOST_CHARS else f"[...]{text[-_MOST_CHARS:]}"
+
+
 def key_of(request: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
 
 
-def verdicts(drafts: Sequence[Draft], options: JudgeOptions, path: Path) -> tuple[list[JudgeVerdict], int]:
-    """Return a verdict for each draft, and the number of requests that the cache did not answer.
+def request_judgements(missing: Mapping[str, dict[str, Any]], options: JudgeOptions, cache: Cache) -> None:
+    """Request the missing judgements, by key, and add them to the open cache.
 
-    Raises ConfigError if the endpoint refuses a request, DeadlineExceeded if it does not answer in time.  The cache
-    keeps the verdicts received before the error.
+    Raises ConfigError if the server refuses a request, DeadlineExceeded if it does not answer in time.  The cache keeps
+    the judgements received before the error.
     """
-    requests = [request_of(draft, options) for draft in drafts]
-    keys = [key_of(request) for request in requests]
-    with Cache(path) as cache:
-        missing = {key: request for key, request in zip(keys, requests, strict=True) if key not in cache.verdicts}
-        _log.info(
-            "%d pairs of solutions to compare; verdicts on %d of them are in %s",
-            len(drafts),
-            len(drafts) - len(missing),
-            path,
-        )
-        if missing:
-            asyncio.run(_ask_all(missing, options, cache))
-        return [cache.verdicts[key] for key in keys], len(missing)
+    if missing:
+        asyncio.run(_ask_all(missing, options, cache))
 
 
-async def _ask_all(missing: dict[str, dict[str, Any]], options: JudgeOptions, cache: Cache) -> None:
+async def _ask_all(missing: Mapping[str, dict[str, Any]], options: JudgeOptions, cache: Cache) -> None:
     import aiohttp
 
     todo, done, logged_at = list(missing.items())[::-1], 0, time.monotonic()
@@ -149,8 +189,8 @@ async def _ask_all(missing: dict[str, dict[str, Any]], options: JudgeOptions, ca
         nonlocal done, logged_at
         while todo:
             key, request = todo.pop()
-            reply = await _ask(session, request, options)
-            cache.add(key, verdict_in(reply), reply)
+            reply, usage = await _ask(session, request, options)
+            cache.add(key, replace(judgement_in(reply), **usage), reply)
             done += 1
             if time.monotonic() - logged_at >= _LOG_EVERY_S:
                 logged_at = time.monotonic()
@@ -168,8 +208,11 @@ async def _ask_all(missing: dict[str, dict[str, Any]], options: JudgeOptions, ca
                 await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _ask(session: Any, request: dict[str, Any], options: JudgeOptions) -> str:
-    """Return the text of one reply; retry a busy server, a broken connection or an invalid reply until the deadline."""
+async def _ask(session: Any, request: dict[str, Any], options: JudgeOptions) -> tuple[str, dict[str, Any]]:
+    """Return the text of one reply and the tokens that the server counted.
+
+    A busy server, a broken connection and an invalid reply are retried until the deadline.
+    """
     import aiohttp
 
     url = f"{options.url.rstrip('/')}/chat/completions"
@@ -179,7 +222,8 @@ async def _ask(session: Any, request: dict[str, Any], options: JudgeOptions) -> 
             async with asyncio.timeout(left), session.post(url, json=request) as response:
                 body = await response.text()
                 if response.status == 200:
-                    return str(json.loads(body)["choices"][0]["message"]["content"] or "")
+                    reply = json.loads(body)
+                    return str(reply["choices"][0]["message"]["content"] or ""), _usage(reply)
                 fault = f"status {response.status}: {' '.join(body.split())[:200]}"
                 if 400 <= response.status < 500 and response.status not in (408, 409, 425, 429):
                     raise ConfigError(
@@ -198,3 +242,10 @@ async def _ask(session: Any, request: dict[str, Any], options: JudgeOptions) -> 
         f"the judge at {options.url} gave no verdict in {options.deadline_s:g} s (--judge-deadline-s), last: {fault}.  "
         "Its verdicts so far are kept.  Fix: run the same command again to continue"
     )
+
+
+def _usage(reply: dict[str, Any]) -> dict[str, Any]:
+    """Return the token counts of a reply, as far as the server gives them."""
+    usage = reply.get("usage")
+    given = usage if isinstance(usage, dict) else {}
+    return {name: given[name] for name in ("prompt_tokens", "completion_tokens") if isinstance(given.get(name), int)}

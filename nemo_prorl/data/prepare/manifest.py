@@ -82,7 +82,13 @@ class AgreementCheck(TypedDict):
 
     by: Literal["judge", "grader"]
     model: NotRequired[str]
-    counts: dict[Literal["agree", "disagree", "unclear"], Count]
+    counts: dict[Literal["agree", "disagree", "unclear", "no answer"], Count]
+    requests: NotRequired[Count]
+    """judge: different pairs of solutions that were judged, now or by an earlier command (from the cache)"""
+    prompt_tokens: NotRequired[Count]
+    """judge: tokens of these requests, as far as the replies count them (`usage`); without repeated requests"""
+    completion_tokens: NotRequired[Count]
+    """judge: tokens of the replies, as far as they count them"""
 
 
 class Checks(TypedDict):

@@ -96,8 +96,8 @@ _TRAINING = (
         "EricLu/SCP-116K",
         ("*.jsonl", "*.parquet"),
         judged=True,
-        columns=("domain", "problem", "matched_solution"),
-        known_from="public code, of an earlier version; the commit is not verified",
+        columns=("domain", "problem", "extract_solution", "r1_response", "r1_reasoning_content"),
+        known_from="a data set derived from it; an earlier version has matched_solution; the commit is not verified",
         rows=274_000,
     ),
     Source(

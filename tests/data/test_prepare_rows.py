@@ -94,7 +94,7 @@ def test_scp_takes_what_r1_boxed_and_short_solutions_too() -> None:
     thought = "<think>\\boxed{2}</think>By energy: \\boxed{3\\,\\text{m/s}}"
     made = draft(answers.scp(row(**pair, r1_response=thought)))
     assert made.truth == {"answer": "3\\,\\text{m/s}"}
-    assert (made.reference, made.candidate) == (pair["solution"], "3\\,\\text{m/s}")
+    assert (made.reference, made.candidate) == (pair["solution"], "By energy: \\boxed{3\\,\\text{m/s}}")
     assert made.meta == {"domain": "physics"}
     short = draft(answers.scp(row(**{**pair, "solution": "3.0 m/s"}, r1_response=thought)))
     assert short.truth == {"answer": ["3.0 m/s", "3\\,\\text{m/s}"]}
@@ -106,7 +106,9 @@ def test_scp_takes_what_r1_boxed_and_short_solutions_too() -> None:
         ({**pair, "problem": " "}, "no problem"),
     ):
         assert getattr(answers.scp(row(**values, r1_response=thought)), "reason", "") == reason
-    assert getattr(answers.scp(row(**pair, r1_response="3 m/s")), "reason", "") == "no answer"
+    assert getattr(answers.scp(row(**pair, r1_response="<think>3 m/s</think> ")), "reason", "") == "no answer"
+    for unboxed in ("3 m/s", "\\boxed{n/a}", "\\boxed{}"):  # for the judge to read
+        assert draft(answers.scp(row(**pair, r1_response=unboxed))).truth == {}
 
 
 EURUS_END = "\n\nWrite Python code to solve the problem. Present the code in \n```python\nYour code\n```\nat the end."

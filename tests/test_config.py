@@ -17,6 +17,7 @@ from tests import paper_model
 from tests.data.preparing import touch_prepared
 
 OPTIONS = settings.group_options()
+BASE = "pretrained_checkpoint.restore_from_path"
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +31,17 @@ def model_folder(tmp_path: Path) -> Path:
     return paper_model.write(tmp_path / "qwen")
 
 
+# Options that change nothing by design: the arms of an ablation that the default, or another arm, is already.
+EQUAL = {"reset_none": "prorl", "entropy_kl": "clip_high_0p2"}
+LOADED: dict[str, str] = {}  # name of an option or of a pair, by what it loads as
+
+
+def differs_from_all_before(cfg: DictConfig, name: str) -> None:
+    """An option that loads as another one does is not read, or is a second name."""
+    other = LOADED.setdefault(OmegaConf.to_yaml(cfg), name)
+    assert other in (name, EQUAL.get(name, name)) or EQUAL.get(other) == name
+
+
 @pytest.mark.starts
 @pytest.mark.parametrize(("cluster", "stage"), itertools.product(OPTIONS["cluster"], OPTIONS["stage"]))
 def test_every_cluster_loads_with_every_stage(cluster: str, stage: str, model_folder: Path) -> None:
@@ -39,12 +51,21 @@ def test_every_cluster_loads_with_every_stage(cluster: str, stage: str, model_fo
     cfg = settings.load(overrides)
     assert cfg.stage == stage
     assert cfg.model.encoder_seq_length == cfg.trainer.grpo.context_tokens
+    cfg.pretrained_checkpoint.restore_from_path = None  # another folder in each test
+    differs_from_all_before(cfg, f"{cluster} {stage}")
 
 
-@pytest.mark.parametrize(("group", "option"), [(g, o) for g in ("algorithm", "data") for o in OPTIONS[g]])
-def test_every_algorithm_and_data_loads(group: str, option: str) -> None:
+REST = [(group, option) for group in OPTIONS if group not in ("cluster", "stage") for option in OPTIONS[group]]
+
+
+@pytest.mark.parametrize(("group", "option"), REST)
+def test_every_option_of_the_other_groups_loads(group: str, option: str) -> None:
     touch_prepared(Path("prepared"))
-    settings.load([f"{group}={option}"])
+    given = [f"{group}={option}", f"{BASE}=null"]
+    given += ["cluster=h100_4x8"] if group == "model" and option != "laptop" else []  # needs GPUs
+    cfg = settings.load(given)
+    cfg.seed = list(OPTIONS).index(group)  # the default of each group is the same run
+    differs_from_all_before(cfg, option)
 
 
 def test_the_paper_s_numbers(model_folder: Path) -> None:

@@ -21,6 +21,11 @@ def run_te_ranks(root: Path, out: Path) -> Path:
     return _run("te_ranks.py", root, out, [TE_STAND_IN, root], {"TORCH_COMPILE_DISABLE": "1"})
 
 
+def run_choice_ranks(root: Path, out: Path) -> Path:
+    """The folder in which `choice_ranks.py` wrote what the actor does with each choice that NeMo dispatches on."""
+    return _run("choice_ranks.py", root, out, [TE_STAND_IN, root], {"TORCH_COMPILE_DISABLE": "1"})
+
+
 def _run(script: str, root: Path, out: Path, path: list[Path], variables: dict[str, str]) -> Path:
     command = [sys.executable, str(Path(__file__).with_name(script)), str(out)]
     env = {

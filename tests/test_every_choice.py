@@ -117,7 +117,7 @@ def _spike(step: int) -> dict[str, float]:
 def _asking_rules(cfg: DictConfig, _: Path) -> Any:
     rules = OmegaConf.merge(cfg.trainer.resets.rules, {"plateau_steps": 100})
     lines = [{"step": step, **_spike(step)} for step in range(1, 141)]
-    errors = {line["step"]: {"a": 0.01, "b": 0.01} for line in lines}
+    errors = {step: {"a": 0.01, "b": 0.01} for step in range(1, 141)}
     found = replay(lines, cast(Any, rules), errors, act=False)
     assert {"validation_drop", "plateau", "kl_spike"} <= {finding.rule for finding in found}
     return sorted({finding.rule for finding in found if finding.asks})

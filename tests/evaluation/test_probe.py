@@ -91,10 +91,12 @@ def test_a_whole_probe(tmp_path: Path) -> None:
     write_model(tmp_path / "model", MODELS[name] | {"hidden_size": 128, "max_position_embeddings": 512})
     model = f"pretrained_checkpoint.restore_from_path={tmp_path / 'model'}"
     small = ("trainer.warmup.steps=0", "trainer.grpo.context_tokens=256", "trainer.grpo.samples_per_prompt=4")
-    found = run(tmp_path, model, *small, "data.prompt=text", "--prompts=2")
+    (tmp_path / "config.yaml").write_text(settings.resolved_yaml(settings.load([model, *small, "data.prompt=text"])))
+    out = tmp_path / "out"
+    found = run(tmp_path, f"--config={tmp_path / 'config.yaml'}", "--prompts=2", f"--out={out}")
     assert found.returncode == 0, found.stderr
     assert "no step would train" in found.stdout
-    written = json.loads((tmp_path / "run" / "probe" / "probe.json").read_text())
+    written = json.loads((out / "probe.json").read_text())
     assert [(one["prompts"], one["responses"], one["reward"]) for one in written["sources"]] == [(2, 8, 0.0)] * 5
     groups = written["responses"][0]["groups"]
     assert all(one["score"] == 0.0 and one["tokens"] for group in groups for one in group["responses"])

@@ -20,6 +20,7 @@ step, out = int(words[words.index("--checkpoint") + 1]), pathlib.Path(words[word
 run = out.parent.parent
 with (run / "asked").open("a") as file:
     file.write(f"{step}\\n")
+(run / "words").write_text(" ".join(words))
 if (run / f"fail-{step}").exists():
     sys.exit(3)
 if (run / f"gone-{step}").exists():
@@ -77,6 +78,13 @@ def test_the_report_draws_them(run: Path) -> None:
 def test_only_every_so_many_steps(run: Path) -> None:
     assert main(["watch", str(run), "--benchmarks", "gcd", "--every", "20", "rollout.max_num_seqs=8"]) == 0
     assert asked(run) == [20]
+
+
+def test_what_is_asked_for_is_handed_on(run: Path) -> None:
+    given = ["--samples", "2", "--limit", "3", "--data", "sets"]
+    assert main(["watch", str(run), "--benchmarks", "gcd", *given, "--every", "30", "rollout.max_num_seqs=8"]) == 0
+    words = (run / "words").read_text().split()
+    assert words == ["evaluate", str(run), "rollout.max_num_seqs=8", "--benchmarks", "gcd", *given, *words[-4:]]
 
 
 def test_a_failure_is_tried_again_and_does_not_stop_the_others(run: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -188,6 +188,7 @@ RUNS: list[tuple[str, str, tuple[str, ...]]] = [
     ("reverify runs/judged/rollouts/step-1.jsonl", "math", ("reverify RUN_OR_FILE=a file of its rollouts/",)),
     ("evaluate --list", "aime24", ()),
     ("report runs/a --samples -1", "report.html", ("report RUN=run directory",)),
+    ("report runs/b --samples 0", "report.html", ()),
     ("report runs/chain --samples 3", "report.html", ("report RUN=folder of a chain",)),
     ("forecast runs/a --json", '"name": "a"', ("forecast RUN=run directory",)),
     ("forecast runs/chain", "chain", ("forecast RUN=folder of a chain",)),
@@ -213,7 +214,7 @@ SUM = {
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files that `RUNS` name."""
     folder = tmp_path_factory.mktemp("made")
-    for name in ("a", "chain/run1", "chain/run2"):
+    for name in ("a", "b", "chain/run1", "chain/run2"):
         make_run(folder / "runs" / name)
     write_run(folder / "runs" / "measured", [], [measured_line(1, 15_000, 5.0, 48, 10.0)])
     (folder / "runs" / "judged" / "rollouts").mkdir(parents=True)
@@ -257,6 +258,23 @@ def test_it_runs(
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(SUM) + "\n"))
     assert cli.main(shlex.split(line.format(judge=judge.url, model=MODEL))) == 0
     assert told in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("doctor --srun 'srun --overlap'", "--srun srun --overlap: expected together with --nodes"),
+        ("reverify runs/judged --only-changed", "--only-changed: expected together with --out FILE"),
+        ("reverify runs/judged --workers 0", "--workers 0: expected at least 1"),
+        ("rewards score --in sum.jsonl --workers 0", "--workers 0: expected at least 1"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(
+    line: str, told: str, made: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(made)
+    assert cli.main(shlex.split(line)) == 2
+    assert told in caplog.text
 
 
 # --- commands in processes of their own ------------------------------------------------------------------------------

@@ -43,9 +43,7 @@ def add_parser(commands: Any, try_step: "TryStep") -> None:
     )
     parser.add_argument("--config", metavar="FILE", type=Path, help="config.yaml of a run, used instead of conf/")
     parser.add_argument("--nodes", action="store_true", help="compare all nodes of the run, through srun")
-    parser.add_argument(
-        "--srun", metavar="COMMAND", default="srun", help="srun command for --nodes, with its options; default: srun"
-    )
+    parser.add_argument("--srun", metavar="COMMAND", help="srun command for --nodes, with its options; default: srun")
     parser.add_argument(
         "--preflight",
         action="store_true",
@@ -71,12 +69,14 @@ def run(args: argparse.Namespace, try_step: "TryStep") -> int:
     cfg = None
     if args.rows is not None and (args.rows < 1 or not args.preflight):
         raise ConfigError(f"--rows {args.rows}: expected 1 or more, together with --preflight")
+    if args.srun is not None and not args.nodes:
+        raise ConfigError(f"--srun {args.srun}: expected together with --nodes")
     if args.overrides or args.config or args.nodes or args.preflight:
         from nemo_prorl import settings
 
         cfg = settings.load_run(args.overrides, args.config, need_files=False)
     failed: set[str] = set()
-    found = checks(cfg, args.rollout_python, args.srun if args.nodes else None)
+    found = checks(cfg, args.rollout_python, (args.srun or "srun") if args.nodes else None)
     if cfg is not None and args.preflight:
         from nemo_prorl.launcher.doctor import preflight
 

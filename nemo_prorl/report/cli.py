@@ -31,7 +31,7 @@ def add_parser(commands: Any) -> None:
         default=[],
         help="evaluations to show: folders that prorl evaluate wrote",
     )
-    many = f"responses in the sample browser; -1: all that fit; default: {SAMPLES}"
+    many = f"responses in the sample browser; -1: all that fit; 0: none; default: {SAMPLES}"
     parser.add_argument("--samples", metavar="N", type=int, default=SAMPLES, help=many)
     parser.add_argument(
         "--serve",

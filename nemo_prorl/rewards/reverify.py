@@ -61,8 +61,10 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         DataError: A file or line is wrong; the message names file, line and field.  No worker was started.
-        ConfigError: No installed plugin judges the task of a response.
+        ConfigError: No installed plugin judges the task of a response, or --only-changed is given without --out.
     """
+    if args.only_changed and not args.out:
+        raise ConfigError("--only-changed: expected together with --out FILE, to which it applies")
     files = rollout_files(args.source)
     tasks = sorted({stored.request.task for stored in read_all(files)})
     if not tasks:

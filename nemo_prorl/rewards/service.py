@@ -21,7 +21,7 @@ _READ_AHEAD = 256  # requests per worker that `in_order` reads before their verd
 def share_out(workers: int, plugins: list[str]) -> dict[str, int]:
     """Return the number of workers for each plugin: evenly divided, and at least one each."""
     if workers < 1:
-        raise ConfigError(f"rewards.workers={workers}: must be at least 1")
+        raise ConfigError(f"--workers {workers}: expected at least 1")
     each, more = divmod(workers, max(1, len(plugins)))
     return {name: max(1, each + (index < more)) for index, name in enumerate(plugins)}
 

@@ -9,10 +9,8 @@ import argparse
 import ast
 import io
 import json
-import os
 import re
 import shlex
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -22,18 +20,14 @@ import pytest
 
 from nemo_prorl import cli, settings
 from nemo_prorl.data.laptop.model import build_tokenizer
-from nemo_prorl.deadlines import Deadline
-from nemo_prorl.evaluation.models import find
 from tests.conftest import ROOT
-from tests.data.hub_server import COMMIT, environment, serving
 from tests.data.preparing import SUMS, write
 from tests.data.test_prepare_judge import MODEL, Judge, pairs
-from tests.evaluation.test_evaluate import Address
 from tests.planning.test_plan import measured_line, write_run
-from tests.policy.models import QWEN2, write_model
 from tests.report.made import make_run
 from tests.rewards.test_reverify import stored
 from tests.test_docs_commands import COMMANDS, HERE, WHOLE, on_gpus, way_of
+from tests.test_whole_commands import DOCTOR, EVALUATE, SERVE, WARMUP
 
 pytestmark = pytest.mark.starts
 
@@ -277,186 +271,6 @@ def test_an_option_that_would_do_nothing_is_refused(
     assert told in caplog.text
 
 
-# --- commands in processes of their own ------------------------------------------------------------------------------
-
-
-def start(words: list[str], folder: Path, **variables: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "nemo_prorl.cli", *words]
-    env = {**os.environ, "PYTHONPATH": os.environ.get("PYTHONPATH", str(ROOT)), "OMP_NUM_THREADS": "1", **variables}
-    with (folder / "said.log").open("w") as log:
-        return subprocess.Popen(command, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=log)
-
-
-def output_of(words: list[str], folder: Path, **variables: str) -> str:
-    process = start(words, folder, **variables)
-    try:
-        out, _ = process.communicate(timeout=300)
-    finally:
-        process.kill()
-        process.communicate()
-    assert process.returncode == 0, (folder / "said.log").read_text()[-3000:]
-    return out
-
-
-SERVE = [
-    *(
-        "rewards",
-        "serve",
-        "--tasks",
-        "math",
-        "--workers",
-        "1",
-        "--token-file",
-        "token",
-        "--endpoint-file",
-        "served.json",
-    ),
-    *("--host", "127.0.0.1", "--public-host", "here.example", "--port", "0", "--max-queue", "5", "--drain-s", "2"),
-    *("--worker-memory-mb", "2048", "--unsafe-no-sandbox", "--settings", '{"math": {"time_budget_s": 3}}'),
-]
-
-
-def test_the_reward_server_with_all_its_options(tmp_path: Path) -> None:
-    """It ends with the process that `--parent-pid` names."""
-    (tmp_path / "token").write_text("secret\n")
-    (tmp_path / "token").chmod(0o600)
-    parent = subprocess.Popen(["sleep", "300"])
-    server = start([*SERVE, "--parent-pid", str(parent.pid)], tmp_path)
-    try:
-        file = tmp_path / "served.json"
-
-        def ready() -> bool:
-            assert server.poll() is None, (tmp_path / "said.log").read_text()
-            return file.exists() and json.loads(file.read_text())["state"] == "ready"
-
-        Deadline(60, "the reward server").wait_until(ready, every=0.1)
-        assert json.loads(file.read_text())["url"].startswith("http://here.example:")
-        parent.kill()
-        parent.wait()
-        server.wait(60)
-    finally:
-        for process in (parent, server):
-            process.kill()
-            process.wait()
-        assert server.stdout is not None
-        server.stdout.close()
-
-
-@pytest.mark.slow
-def test_names_on_the_hub(tmp_path: Path) -> None:
-    """A model to import, and a data set at a revision."""
-    files = {file.name: file.read_bytes() for file in write_model(tmp_path / "model", QWEN2).iterdir()}
-    with serving("some/model", files) as hub:
-        output_of(["import-hf", "some/model", "imported"], tmp_path, **environment(tmp_path / "cache", hub))
-    assert (tmp_path / "imported" / "state.json").is_file()
-    repo = "agentica-org/DeepScaleR-Preview-Dataset"
-    words = ["data", "prepare", "deepscaler", "--from", "hub", "--revision", COMMIT, "--out", "out", "--check", "0"]
-    with serving(repo, {"deepscaler.json": json.dumps(SUMS).encode()}) as hub:
-        output_of(words, tmp_path, **environment(tmp_path / "more", hub))
-    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["commit"] == COMMIT
-
-
-WARMUP = ["warmup", "--config", "full.yaml", "trainer.warmup.steps=2", "run_dir=warm"]
-DOCTOR = ["doctor", "--config", "full.yaml", "--nodes", "--srun", "{srun}", "--json", "--rollout-python", "{python}"]
-
-
-@pytest.mark.slow
-@pytest.mark.nemo
-def test_a_warm_up(tmp_path: Path) -> None:
-    (tmp_path / "full.yaml").write_text(settings.resolved_yaml(settings.load([])))
-    base = Path(output_of(WARMUP, tmp_path).strip())
-    assert (tmp_path / base / "model.safetensors").is_file()
-
-
-@pytest.mark.slow
-@pytest.mark.vllm
-def test_the_doctor_of_nodes(tmp_path: Path) -> None:
-    """A stand-in for srun runs the probe as one node."""
-    python = ROOT / ".venv" / "rollout" / "bin" / "python"
-    if not python.exists():
-        pytest.skip("no rollout environment: make setup")
-    srun = write_script(tmp_path / "srun")
-    (tmp_path / "full.yaml").write_text(settings.resolved_yaml(settings.load([])))
-    lines = output_of([word.format(srun=f"{srun} --overlap", python=python) for word in DOCTOR], tmp_path).splitlines()
-    checks = {check["name"]: check for check in map(json.loads, lines)}
-    assert checks["rollout"]["state"] == "pass"
-    assert any(name.startswith("node") for name in checks)
-
-
-def write_script(file: Path) -> Path:
-    """Runs what follows the options as another node would."""
-    file.write_text('#!/bin/sh\nwhile [ "${1#--}" != "$1" ]; do shift; done\nSLURMD_NODENAME=a exec "$@"\n')
-    file.chmod(0o755)
-    return file
-
-
-EVALUATE = [
-    *("evaluate", "{url}", "--model", "tiny", "--benchmarks", "laptop_gcd,laptop,aime24,own.yaml,mine.jsonl"),
-    *("--data", "sets", "--limit", "2", "--samples", "2", "--temperature", "0", "--top-p", "0.9", "--context", "256"),
-    *("--max-response", "30", "--seed", "5", "--requests", "2", "--token-env", "TOKEN", "--opens-thought"),
-    *("--out", "one"),
-]
-
-
-@pytest.mark.slow
-def test_an_address_is_evaluated_with_all_the_options(tmp_path: Path) -> None:
-    """Names of benchmarks, a set, a file of each kind; then again by its manifest, and both compared."""
-    record = {"id": "a", "task": "math", "prompt": "?", "truth": {"answer": "1"}}
-    write(tmp_path / "mine.jsonl", [record])
-    (tmp_path / "sets").mkdir()
-    write(tmp_path / "sets" / "aime24.jsonl", [record])
-    (tmp_path / "own.yaml").write_text("{task: math, prompts: mine.jsonl}\n")
-    server = Address(0.0)
-    try:
-        output_of([word.format(url=server.url) for word in EVALUATE], tmp_path, TOKEN="secret")
-        found = json.loads((tmp_path / "one" / "results.json").read_text())["benchmarks"]
-        assert {"laptop_gcd", "laptop_arithmetic", "aime24", "own", "mine"} <= set(found)
-        assert {(one["prompts"], one["samples"]) for one in found.values()} <= {(1, 2), (2, 2)}
-        sampling = json.loads((tmp_path / "one" / "manifest.json").read_text())["benchmarks"]["aime24"]["sampling"]
-        assert (sampling["temperature"], sampling["top_p"], sampling["context"]) == (0.0, 0.9, 256)
-        again = output_of(["evaluate", "--manifest", "one/manifest.json", "--out", "two"], tmp_path)
-        assert again.splitlines()[-1].startswith("equal to")
-        assert "laptop_gcd" in output_of(["evaluate", "--compare", "one", "two", "--out", "both"], tmp_path)
-    finally:
-        server.process.kill()
-        server.process.communicate()
-
-
-KEPT = {2: 0.5, 4: 0.25}  # steps of a run's checkpoints, and what each was validated with
-OF_A_RUN = [("newest", 4), pytest.param("best", 2, marks=pytest.mark.xfail(raises=KeyError)), ("2", 2)]
-
-
-@pytest.mark.parametrize(("which", "step"), OF_A_RUN)
-def test_a_checkpoint_of_a_run_is_chosen(which: str, step: int, tmp_path: Path) -> None:
-    """`--checkpoint`: newest, best or a step."""
-    scores = {str(at): {"all": {"mean": mean, "se": 0.1, "prompts": 9}, "tasks": {}} for at, mean in KEPT.items()}
-    for at in KEPT:
-        folder = tmp_path / "checkpoints" / f"step-{at:06d}"
-        folder.mkdir(parents=True)
-        state = {"step": at, "resets": {"done": []}, "validation": {"scores": scores}}
-        (folder / "state.json").write_text(json.dumps(state))
-    assert find(tmp_path, which) == ("run", tmp_path / "checkpoints" / f"step-{step:06d}")
-
-
-@pytest.mark.slow
-@pytest.mark.vllm
-@pytest.mark.nemo
-def test_a_checkpoint_and_a_name_on_the_hub_are_evaluated(tmp_path: Path) -> None:
-    """With an engine: `evaluate` of what `import-hf` wrote, and of a model that is fetched."""
-    if not (ROOT / ".venv" / "rollout").is_dir():
-        pytest.skip("no rollout environment: make setup")
-    (tmp_path / ".venv").symlink_to(ROOT / ".venv")
-    model = write_model(tmp_path / "model", QWEN2 | {"hidden_size": 128, "max_position_embeddings": 512})
-    write(tmp_path / "mine.jsonl", [{"id": "a", "task": "math", "prompt": "?", "truth": {"answer": "1"}}])
-    assert cli.main(["import-hf", str(model), str(tmp_path / "imported")]) == 0
-    few = ["--benchmarks", "mine.jsonl", "--samples", "2", "--context", "64", "--temperature", "0.7", "--engines", "1"]
-    with serving("some/model", {file.name: file.read_bytes() for file in model.iterdir()}) as hub:
-        for name in ("imported", "some/model"):
-            out = tmp_path / name.replace("/", "-")
-            output_of(["evaluate", name, *few, "--out", str(out)], tmp_path, **environment(tmp_path / "cache", hub))
-            assert json.loads((out / "results.json").read_text())["benchmarks"]["mine"]["samples"] == 2
-
-
 # --- all of them -----------------------------------------------------------------------------------------------------
 
 # Uses that are run by a test elsewhere: FILE::FUNCTION, and its source has the option and the value.
@@ -467,8 +281,8 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "tests/rewards/test_conformance.py::test_examples_and_settings_are_given": (
         *("rewards test --examples", "rewards test --settings"),
     ),
-    "tests/test_every_option.py::test_the_reward_server_with_all_its_options": ("rewards serve --parent-pid",),
-    "tests/test_every_option.py::test_names_on_the_hub": ("data prepare --revision",),
+    "tests/test_whole_commands.py::test_the_reward_server_with_all_its_options": ("rewards serve --parent-pid",),
+    "tests/test_whole_commands.py::test_names_on_the_hub": ("data prepare --revision",),
     "tests/data/test_prepare_judge.py::test_the_grader_compares_boxed_answers_without_a_judge": (
         "data prepare --agreement=grader",
     ),
@@ -482,8 +296,8 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "tests/evaluation/test_evaluate.py::test_with_real_engines_killed_resumed_and_done_again_by_its_manifest": (
         "evaluate --engines",
     ),
-    "tests/test_every_option.py::test_a_checkpoint_and_a_name_on_the_hub_are_evaluated": ("evaluate --temperature",),
-    "tests/test_every_option.py::test_a_checkpoint_of_a_run_is_chosen": (
+    "tests/test_whole_commands.py::test_a_checkpoint_and_a_name_on_the_hub_are_evaluated": ("evaluate --temperature",),
+    "tests/test_whole_commands.py::test_a_checkpoint_of_a_run_is_chosen": (
         *("evaluate --checkpoint=newest", "evaluate --checkpoint=best", "evaluate --checkpoint"),
     ),
     "tests/evaluation/test_probe.py::test_a_whole_probe": ("probe --config", "probe --out"),
@@ -499,17 +313,17 @@ OF_THE_PAGES = "tests/test_docs_commands.py::"
 KINDS_ELSEWHERE: dict[str, str] = {
     "status RUN=the folder that prorl launch made": f"{OF_THE_PAGES}test_where_a_run_or_a_chain_is",
     "import-hf HF_DIR=Hugging Face model folder": f"{OF_THE_PAGES}test_a_model_is_imported",
-    "import-hf HF_DIR=a model's name on the hub": "tests/test_every_option.py::test_names_on_the_hub",
+    "import-hf HF_DIR=a model's name on the hub": "tests/test_whole_commands.py::test_names_on_the_hub",
     "export-hf CHECKPOINT=checkpoint": "tests/policy/test_import_export.py::test_export_prints_one_line",
     "export-hf CHECKPOINT=run directory": f"{OF_THE_PAGES}test_a_run_is_exported",
     "data prepare --from=file": f"{OF_THE_PAGES}test_data_is_prepared",
     "data prepare --from='hub'": "tests/data/test_prepare_hub.py::test_a_data_set_of_the_hub",
     "evaluate MODEL=Hugging Face folder": f"{OF_THE_PAGES}test_the_pages_about_evaluation",
     "evaluate MODEL=run directory": f"{OF_THE_PAGES}test_the_pages_about_evaluation",
-    "evaluate MODEL=hub name": "tests/test_every_option.py::test_a_checkpoint_and_a_name_on_the_hub_are_evaluated",
-    "evaluate MODEL=checkpoint": "tests/test_every_option.py::test_a_checkpoint_and_a_name_on_the_hub_are_evaluated",
+    "evaluate MODEL=hub name": "tests/test_whole_commands.py::test_a_checkpoint_and_a_name_on_the_hub_are_evaluated",
+    "evaluate MODEL=checkpoint": "tests/test_whole_commands.py::test_a_checkpoint_and_a_name_on_the_hub_are_evaluated",
     **{
-        f"evaluate {kind}": "tests/test_every_option.py::test_an_address_is_evaluated_with_all_the_options"
+        f"evaluate {kind}": "tests/test_whole_commands.py::test_an_address_is_evaluated_with_all_the_options"
         for kind in (
             "MODEL=URL of a server",
             *(f"--benchmarks={kind}" for kind in KINDS["evaluate --benchmarks"]),

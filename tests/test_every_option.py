@@ -21,6 +21,7 @@ import pytest
 from nemo_prorl import cli, settings
 from nemo_prorl.data.laptop.model import build_tokenizer
 from tests.conftest import ROOT
+from tests.data import published
 from tests.data.preparing import SUMS, write
 from tests.data.test_prepare_judge import MODEL, Judge, pairs
 from tests.planning.test_plan import measured_line, write_run
@@ -48,11 +49,12 @@ KINDS: dict[str, tuple[str, ...]] = {
     "report RUN": ("run directory", "folder of a chain"),
     "forecast RUN": ("run directory", "folder of a chain"),
     "data prepare --from": ("file", "folder", "'hub'"),
+    "data prepare SOURCE": ("a name from `prorl data sources`", "paper"),
 }
 # Here "or" joins no kinds of a value.
 NO_KINDS = {
     *("data prepare --name", "data prepare --revision", "data prepare --prompt", "data prepare --agreement"),
-    *("evaluate --checkpoint", "doctor --rollout-python"),
+    *("evaluate --checkpoint", "evaluate --as", "export-hf --checkpoint", "doctor --rollout-python"),
 }
 
 
@@ -156,7 +158,8 @@ RUNS: list[tuple[str, str, tuple[str, ...]]] = [
         ("data prepare --from=folder",),
     ),
     (f"data prepare scp-116k --from pairs.jsonl --out d7 --check 0 --agreement judge {JUDGE}", "kept", ()),
-    ("data prepare scp-116k --from pairs.jsonl --out d8 --check 0 --agreement none", "6 kept", ()),
+    ("data prepare scp-116k --from pairs.jsonl --out d8 --check 0 --agreement none", "5 kept", ()),
+    ("data prepare paper --only aime24 --from published --out d9 --scale 0.5 --check 0", "aime24", ()),
     ("launch --stages run1,run3 --here --dry-run run_dir=some data=domains", "stage=run3", ("launch --stages=a list",)),
     (
         "launch --stages run1..run2 --here --dry-run run_dir=two data=domains",
@@ -220,6 +223,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for file in ("sums.jsonl", "folder/sums.jsonl"):
         write(folder / file, SUMS)
     write(folder / "seen.jsonl", SUMS[:1])
+    published.aime24(folder / "published" / "aime24")
     write(folder / "pairs.jsonl", pairs(6))
     write(folder / "sum.jsonl", [SUM])
     write(folder / "units.jsonl", [{**SUM, "task": "units"}])
@@ -300,6 +304,12 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "tests/test_whole_commands.py::test_a_checkpoint_of_a_run_is_chosen": (
         *("evaluate --checkpoint=newest", "evaluate --checkpoint=best", "evaluate --checkpoint"),
     ),
+    "tests/evaluation/test_checkpoint.py::test_what_is_exported_and_evaluated": (
+        *("export-hf --checkpoint=newest", "export-hf --checkpoint=best", "export-hf --checkpoint"),
+    ),
+    "tests/data/test_prepare_code.py::test_livecodebench_of_another_period_and_release": (
+        *("data prepare --since", "data prepare --until"),
+    ),
     "tests/evaluation/test_probe.py::test_a_whole_probe": ("probe --config", "probe --out"),
     "tests/evaluation/test_watch.py::test_what_is_asked_for_is_handed_on": ("watch --limit", "watch --data"),
     "tests/evaluation/test_watch.py::test_only_every_so_many_steps": ("watch --every",),
@@ -317,7 +327,9 @@ KINDS_ELSEWHERE: dict[str, str] = {
     "export-hf CHECKPOINT=checkpoint": "tests/policy/test_import_export.py::test_export_prints_one_line",
     "export-hf CHECKPOINT=run directory": f"{OF_THE_PAGES}test_a_run_is_exported",
     "data prepare --from=file": f"{OF_THE_PAGES}test_data_is_prepared",
-    "data prepare --from='hub'": "tests/data/test_prepare_hub.py::test_a_data_set_of_the_hub",
+    "data prepare SOURCE=a name from `prorl data sources`": f"{OF_THE_PAGES}test_data_is_prepared",
+    "data prepare SOURCE=paper": "tests/data/test_prepare_paper.py::test_one_folder_of_the_paper",
+    "data prepare --from='hub'": "tests/data/test_prepare_hub.py::test_a_data_set_of_the_hub_at_its_pinned_commit",
     "evaluate MODEL=Hugging Face folder": f"{OF_THE_PAGES}test_the_pages_about_evaluation",
     "evaluate MODEL=run directory": f"{OF_THE_PAGES}test_the_pages_about_evaluation",
     "evaluate MODEL=hub name": "tests/test_whole_commands.py::test_a_checkpoint_and_a_name_on_the_hub_are_evaluated",

@@ -32,7 +32,7 @@ from nemo_prorl.errors import ProrlError, StoppedCleanly, disk_full
 from nemo_prorl.leader import Leader
 from nemo_prorl.lifecycle import retention, stages
 from nemo_prorl.lifecycle.base_model import base_folder, initial_model, warmup_records
-from nemo_prorl.lifecycle.checkpoints import Checkpoints, LeaderState, Stateful
+from nemo_prorl.lifecycle.checkpoints import Checkpoints, LeaderState, Stateful, StoredPolicy
 from nemo_prorl.lifecycle.control import Control, Requests
 from nemo_prorl.lifecycle.records import Journal, Records
 from nemo_prorl.lifecycle.resets import Resets
@@ -79,6 +79,12 @@ class Policy:
         if not base.exists() and not retention.complete(run_dir / "checkpoints"):
             make_base(cfg, run_dir, self, base)
 
+    def store(self, cfg: Config) -> StoredPolicy:
+        """Return the writer and loader of the policy's checkpoints.  A collective."""
+        from nemo_prorl.policy.checkpoint_files import PolicyStore
+
+        return PolicyStore(self.actor, cfg.trainer.grpo.async_checkpoints, cfg.trainer.deadlines.collective_s)
+
 
 def make_base(cfg: Config, run_dir: Path, policy: Policy, base: Path) -> None:
     """Warm the policy up with supervised steps, and write it to `base` as a Hugging Face folder."""
@@ -106,8 +112,6 @@ def warmup_examples(cfg: Config, data: LoadedData, policy: Policy) -> list[tuple
 
 def build(cfg: Config, run_dir: Path, policy: Policy, stopping: Stopping) -> Trainer:
     """Build and connect all parts of a run; a collective.  Waits until engines and reward servers are ready."""
-    from nemo_prorl.policy.checkpoint_files import PolicyStore
-
     actor, leader = policy.actor, policy.leader
     records = Records(cfg, run_dir, leader.rank == 0, policy.loggers)
     source = policy.data.only(lambda data: rollout_source(cfg, run_dir, data, policy))
@@ -127,7 +131,7 @@ def build(cfg: Config, run_dir: Path, policy: Policy, stopping: Stopping) -> Tra
         "rollouts": rollouts,
         "entropy": entropy,
     }
-    store = PolicyStore(actor, cfg.trainer.grpo.async_checkpoints, cfg.trainer.deadlines.collective_s)
+    store = policy.store(cfg)
     checkpoints = Checkpoints(cfg, run_dir / "checkpoints", store, parts, validation, resets, records, leader)
     requests = leader.only(lambda: Requests(run_dir, Journal(run_dir), records.alarm))
     control = Control(requests, validation, checkpoints, stopping)

@@ -1,10 +1,9 @@
-"""The parts of a run that validate, reset and record, in one process, around a policy that only counts.
+"""The parts of a run that validate, reset and record, in one process; `small_run` has all parts of a run.
 
-Engines, rewards and checkpoints are not there: what they do with the real parts is tested by whole runs.
+Engines, rewards and checkpoints are not there.
 """
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from nemo_prorl.config import Config, DeadlinesConfig, ResetsConfig
@@ -12,8 +11,7 @@ from nemo_prorl.leader import Leader
 from nemo_prorl.lifecycle.records import Records
 from nemo_prorl.lifecycle.resets import Resets
 from nemo_prorl.lifecycle.validation import Validation
-
-SHA = "0" * 64
+from tests.lifecycle.small_run import SmallPolicy
 
 
 def leader() -> Leader:
@@ -38,7 +36,7 @@ class Parts:
 
     def __init__(self, folder: Path, config: ResetsConfig | None = None, kl_allowed: float = 0.0) -> None:
         folder.mkdir(exist_ok=True)
-        policy: Any = SimpleNamespace(set_reference=int, reset_optimizer=int, reference_sha256=lambda: SHA)
+        policy = SmallPolicy(temperature=1.0)
         nothing: Any = None
         self.records = Records(Config(stage="none"), folder, writes=True)
         self.validation = Validation(Config(), nothing, nothing, self.records)

@@ -1,0 +1,282 @@
+"""What a hard reset does to every part of a run, without and with a roll-back, and after a kill anywhere in it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_prorl.config import ResetsConfig, ShapingConfig
+from nemo_prorl.errors import ResetFailure
+from nemo_prorl.trainer import Trainer
+from tests.lifecycle.small_run import LR, Killed, SmallPolicy, SmallRun, config, killed_at, parts_of
+
+UPDATES = 2  # a step
+POINTS = ("intent", "reference", "optimizer", "checkpointed", "committed")
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return whether two trees of tensors are equal to the bit."""
+    left, right = torch.utils._pytree.tree_flatten(one), torch.utils._pytree.tree_flatten(other)
+    return left[1] == right[1] and all(
+        bool(torch.equal(torch.as_tensor(a), torch.as_tensor(b))) for a, b in zip(left[0], right[0], strict=True)
+    )
+
+
+def trained(run: SmallRun, monkeypatch: pytest.MonkeyPatch) -> Trainer:
+    """Start or resume the run, and make all its steps."""
+    trainer = run.start(monkeypatch)
+    try:
+        trainer.train()
+        trainer.finish()
+    finally:
+        run.close()
+    return trainer
+
+
+def saved(run: SmallRun, step: int) -> dict[str, Any]:
+    """Return the policy of a checkpoint."""
+    return dict(torch.load(run.folder / "checkpoints" / f"step-{step:06d}" / "policy.pt"))
+
+
+def account(run: SmallRun) -> dict[str, Any]:
+    """Return all that a finished run computed, without times."""
+    summary = json.loads((run.folder / "summary.json").read_text())
+    resets = [{k: v for k, v in event.items() if k != "time"} for event in run.events("reset_commit")]
+    steps = len(run.lines())
+    return {
+        "metrics": run.lines(),
+        "resets": resets,
+        "alarms": sorted(set(run.alarms())),
+        "rollouts": [run.rollouts(step) for step in range(1, steps + 1)],
+        **{key: summary[key] for key in ("step", "heldout", "resets", "weights_sha256", "reference_sha256")},
+    }
+
+
+# --- what is reset ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parts", ["both", "reference", "optimizer"])
+def test_reference_and_optimizer_are_reset_as_configured(
+    parts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = SmallRun(config(tmp_path, ResetsConfig(at_steps=[3], parts=parts), max_steps=3))
+    trainer = trained(run, monkeypatch)
+    new, at_start = run.policy.state(), SmallPolicy(1.0).state()
+    assert not same(new["weights"], at_start["weights"])
+    assert same(new["reference"], at_start["weights"] if parts == "optimizer" else new["weights"])
+    counts = {int(moments["step"]) for moments in new["adam"].values()}
+    assert counts == ({3 * UPDATES} if parts == "reference" else set())
+    assert trainer.resets.state_dict()["fresh"] is (parts != "optimizer")
+    (reset,) = trainer.resets.done
+    assert reset == {"step": 3, "reason": "at_steps", "reference_sha256": run.policy.reference_sha256()}
+    assert same(saved(run, 3), new)  # the checkpoint was written after the reset
+    state = json.loads((run.folder / "checkpoints" / "step-000003" / "state.json").read_text())
+    assert state["resets"] == trainer.resets.state_dict()
+
+
+def test_after_a_reset_adam_counts_from_0_and_kl_is_measured_to_the_new_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = SmallRun(config(tmp_path, ResetsConfig(at_steps=[3]), max_steps=5))
+    trained(run, monkeypatch)
+    assert {int(moments["step"]) for moments in run.policy.moments().values()} == {2 * UPDATES}
+    assert [line["kl"] == 0.0 for line in run.lines()] == [True, False, False, True, False]
+
+
+@pytest.mark.parametrize("roll_back", [False, True])
+def test_surplus_and_data_position_after_a_reset(
+    roll_back: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The groups left over are kept; after a roll-back they are those of the weights that were given up."""
+    runs = {}
+    for name, at in (("reset", [3]), ("plain", [])):
+        runs[name] = SmallRun(config(tmp_path / name, ResetsConfig(at_steps=at, roll_back=roll_back), max_steps=3))
+        runs[name].final = parts_of(trained(runs[name], monkeypatch).checkpoints)  # type: ignore[attr-defined]
+    reset, plain = (runs[name].final for name in ("reset", "plain"))  # type: ignore[attr-defined]
+    assert plain["rollouts"]["surplus"]  # otherwise nothing is shown
+    assert reset["rollouts"]["surplus"] == ([] if roll_back else plain["rollouts"]["surplus"])
+    assert reset["rollouts"]["draws"] == plain["rollouts"]["draws"]
+    assert reset["prompts"] == plain["prompts"]
+    assert reset["trainer"] == plain["trainer"]
+
+
+def test_the_rules_forget_what_was_measured_before_a_reset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = SmallRun(config(tmp_path, ResetsConfig(at_steps=[3]), max_steps=4, validate_every=1))
+    trainer = trained(run, monkeypatch)
+    history = trainer.resets._history._part
+    assert history is not None
+    assert (history.last_reset, history.step) == (3, 4)
+    assert {key: [step for step, _ in points] for key, points in history.series.items()} == {
+        "kl": [4],
+        "validation/held": [4],
+    }
+
+
+# --- the learning rate -----------------------------------------------------------------------------------------------
+
+
+def test_each_update_has_the_learning_rate_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    resets = ResetsConfig(at_steps=[2, 5], lr_factor=0.5, lr_warmup_steps=2)
+    run = SmallRun(config(tmp_path, resets, max_steps=7))
+    trained(run, monkeypatch)
+    by_hand = [LR, LR, LR * 0.5 * 0.5, LR * 0.5, LR * 0.5, LR * 0.25 * 0.5, LR * 0.25]
+    assert [lr for _, lr, _ in run.policy.updates] == pytest.approx([lr for lr in by_hand for _ in range(UPDATES)])
+    assert [line["policy/lr"] for line in run.lines()] == pytest.approx(by_hand)
+
+
+# --- roll-back -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parts", ["both", "reference", "optimizer"])
+def test_a_roll_back_starts_from_the_best_weights(parts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = SmallRun(config(tmp_path, ResetsConfig(at_steps=[6], roll_back=True, parts=parts), validate_every=1))
+    trainer = run.start(monkeypatch)
+    scores = {2: 0.9, 4: 0.5, 5: 0.7}  # others: as measured, lower
+    judge = trainer.validation._heldout
+
+    def judged(step: int) -> Any:
+        found = judge.call(lambda heldout: heldout.judge(run.cfg.trainer.grpo, step))
+        found["all"]["mean"] = scores.get(step, 0.1)
+        return found
+
+    class Judge:
+        @staticmethod
+        def call(work: Any) -> Any:
+            return judged(trainer.progress.step)
+
+    monkeypatch.setattr(trainer.validation, "_heldout", Judge)
+    trainer.train()
+    run.close()
+    before, new = saved(run, 2), run.policy.state()
+    assert same(new["weights"], before["weights"])
+    assert not same(new["weights"], saved(run, 4)["weights"])
+    assert same(new["reference"], before["reference"] if parts == "optimizer" else new["weights"])
+    assert new["adam"] == {}  # also with parts=reference: the moments belong to other weights
+    (reset,) = trainer.resets.done
+    assert (reset["step"], reset["rolled_back_to"]) == (6, 2)
+    (commit,) = run.events("reset_commit")
+    assert commit["rolled_back_to"] == 2
+    assert same(saved(run, 6), new)
+
+
+def test_after_a_roll_back_engines_get_the_restored_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = SmallRun(config(tmp_path, ResetsConfig(at_steps=[4], roll_back=True), max_steps=5))
+    trainer = trained(run, monkeypatch)
+    (reset,) = trainer.resets.done
+    assert reset["rolled_back_to"] < 4
+    assert run.engines.published[4] == reset["reference_sha256"]  # published again under the same number
+    assert run.lines()[4]["kl"] == 0.0
+    assert all(line["version"] == 4 for line in run.rollouts(5))
+
+
+def test_no_roll_back_where_the_last_weights_are_the_best_or_the_best_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = SmallRun(config(tmp_path, ResetsConfig(at_steps=[3], roll_back=True), max_steps=3))
+    trainer = run.start(monkeypatch)
+    mean = {"mean": 0.5, "se": 0.1, "prompts": 8}
+    for step, last, kept in ((1, 1.0, True), (2, 0.0, False)):
+        score: Any = {"all": {**mean, "mean": last}, "tasks": {"held": mean}}
+        trainer.validation.scores = {0: {"all": mean, "tasks": {"held": mean}}, step: score}  # type: ignore[dict-item]
+        trainer.resets.done.clear()
+        monkeypatch.setattr(trainer.checkpoints, "has", lambda step, kept=kept: kept)
+        weights = run.policy.state()["weights"]
+        trainer.resets.perform(step, "by hand", trainer.checkpoints)
+        assert "rolled_back_to" not in trainer.resets.done[-1]
+        assert same(run.policy.state()["weights"], weights)
+    run.close()
+    assert run.alarms() == ["2: no roll-back: the checkpoint of step 0, the best validation, is not kept"]
+
+
+# --- kills -----------------------------------------------------------------------------------------------------------
+
+
+def rich(folder: Path, roll_back: bool) -> SmallRun:
+    """A run with shaping, two resets, validations, surplus, retirement and an adaptive entropy bonus."""
+    resets = ResetsConfig(at_steps=[3, 5], roll_back=roll_back, lr_factor=0.8, lr_warmup_steps=2, mode="advise")
+    run = SmallRun(
+        config(
+            folder, resets, max_steps=7, unfinished_penalty=0.3, shaping=ShapingConfig(overlong_tokens=3), keep_best=2
+        )
+    )
+    run.cfg.trainer.grpo.adaptive_entropy.enabled = True
+    run.cfg.trainer.grpo.adaptive_entropy.target = 2.0
+    run.cfg.data.retire_after = 2
+    run.cfg.seed = 4
+    return run
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["reset", "roll-back"])
+def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[bool, dict[str, Any]]:
+    run = rich(tmp_path_factory.mktemp("whole"), request.param)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        trainer = trained(run, monkeypatch)
+    found = account(run)
+    assert [("rolled_back_to" in reset) for reset in found["resets"]] == [request.param] * 2
+    assert any(line["rollout/carried"] for line in found["metrics"])
+    return request.param, {**found, "parts": parts_of(trainer.checkpoints), "policy": run.policy.state()}
+
+
+@pytest.mark.parametrize("point", [*(f"reset:{name}#{k}" for name in POINTS for k in (1, 2)), "checkpoint:exchange"])
+def test_killed_in_a_reset_and_resumed_a_run_computes_the_same(
+    point: str, whole: tuple[bool, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roll_back, wanted = whole
+    run = rich(tmp_path, roll_back)
+    killed = False
+    with killed_at(point, monkeypatch):
+        try:
+            trainer = trained(run, monkeypatch)
+        except Killed:
+            killed = True
+    assert killed == (point != "checkpoint:exchange")
+    if killed:
+        trainer = trained(run, monkeypatch)
+    found = account(run)
+    assert found == {key: wanted[key] for key in found}
+    parts = parts_of(trainer.checkpoints)
+    for state in (parts, wanted["parts"]):
+        state["records"].pop("checkpoint_s", None)
+    assert {k: v for k, v in parts.items() if k != "records"} == {
+        k: v for k, v in wanted["parts"].items() if k != "records"
+    }
+    assert same(run.policy.state(), wanted["policy"])
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_the_step_after_a_reset_is_checked_also_after_a_kill(
+    step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A policy that differs from its reference then ends the run; in other steps nobody expects them equal."""
+    run = SmallRun(config(tmp_path, ResetsConfig(at_steps=[3])))
+    if step:
+        with killed_at("reset:checkpointed", monkeypatch), pytest.raises(Killed):
+            trained(run, monkeypatch)
+    trainer = run.start(monkeypatch)
+    assert trainer.progress.step == step
+    with torch.no_grad():
+        run.policy.reference["embed"].add_(torch.randn(12, 8, generator=torch.Generator().manual_seed(0)))
+    try:
+        with pytest.raises(ResetFailure, match=f"step {step + 1} is the first of a run or follows a hard reset"):
+            trainer.train()
+    finally:
+        run.close()
+
+
+@pytest.mark.parametrize("parts", ["both", "optimizer"])
+def test_the_check_comes_once_and_only_where_the_reference_is_new(
+    parts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = SmallRun(config(tmp_path, ResetsConfig(at_steps=[3], parts=parts), max_steps=5))
+    trainer = run.start(monkeypatch)
+    checked: list[tuple[int, float]] = []
+    check = trainer.resets.check_reference
+    monkeypatch.setattr(
+        trainer.resets, "check_reference", lambda step, gap: (checked.append((step, gap)), check(step, gap))
+    )
+    trainer.train()
+    run.close()
+    assert [step for step, _ in checked] == [1, 2, 3, 4, 5]
+    assert [gap == 0.0 for _, gap in checked] == [True, False, False, parts == "both", False]

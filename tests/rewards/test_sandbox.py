@@ -56,32 +56,6 @@ def test_every_escape_is_attempted_and_refused(box: ProcessSandbox) -> None:
     assert bool(found.lacks) == (box.level == "reduced")
 
 
-def test_without_confinement_the_proof_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(levels._LACKS, "none", {})
-    reading = 'ATTEMPTS = {"read a file of the host": ATTEMPTS["read a file of the host"]}\n\njson.dump('
-    source = levels._ESCAPES.read_text()
-    assert source.count("\njson.dump(") == 1
-    monkeypatch.setattr(levels, "_ESCAPES", ReadingOnly(source.replace("json.dump(", reading)))
-    sandbox = ProcessSandbox("none")
-    sandbox.start()
-    try:
-        found = levels.prove(sandbox)
-    finally:
-        sandbox.close()
-    assert not found.holds
-    assert "read a file of the host" in found.open
-
-
-class ReadingOnly:
-    """The one escape that does no harm where it succeeds."""
-
-    def __init__(self, source: str) -> None:
-        self._source = source
-
-    def read_text(self) -> str:
-        return self._source
-
-
 @pytest.mark.parametrize(
     ("options", "level"), [((), "full"), (("--no-user-namespaces",), "reduced")], ids=["user", "closed"]
 )

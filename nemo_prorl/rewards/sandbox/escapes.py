@@ -1,9 +1,13 @@
-"""A program that attempts every escape from the sandbox; prints a JSON object: attempt -> "refused" or "POSSIBLE".
+"""A program that attempts every escape from the sandbox, and prints a JSON object with the outcome of each attempt.
+
+An outcome is "POSSIBLE"; "refused (WHY)" if the system refused a call, with the name of its errno; or "failed (WHY)" if
+the attempt itself does not work, which proves nothing.
 
 Standard input is a JSON object with the targets: `secret`, path of a readable file; `text_reversed`, the reversed text
 of this file; `folder`, path of a folder that all users may write to; `port`, number of an open TCP and UDP port;
-`abstract`, name of an open abstract Unix socket; `pid`, process id of the caller.  A successful attempt is undone if
-possible.
+`abstract`, name of an open abstract Unix stream socket, and with `-datagrams` behind it of a datagram socket; `pid`,
+process id of the caller; `address`, where the caller's memory has the same text; `only`, the attempts to make, by
+default all.  A successful attempt is undone if possible.
 """
 
 import ctypes
@@ -20,17 +24,39 @@ from typing import Any
 
 PLACES = json.loads(sys.stdin.read())
 secret, caller = PLACES["secret"], PLACES["pid"]
+TEXT = PLACES["text_reversed"][::-1].encode()
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def call(number: int, *arguments: int) -> None:
-    """Make a system call; raise OSError if its errno is a refusal (EPERM, EACCES, ENOSYS).
+def call(number: int, *arguments: int) -> int:
+    """Make a system call and return its result; raise OSError if its errno is a refusal (EPERM, EACCES, ENOSYS).
 
     A call that fails with another errno, such as EINVAL for the dummy arguments, counts as allowed.
     """
-    done = libc.syscall(ctypes.c_long(number), *(ctypes.c_long(a) for a in arguments)) >= 0
-    if not done and ctypes.get_errno() in (errno.EPERM, errno.EACCES, errno.ENOSYS):
+    done: int = libc.syscall(ctypes.c_long(number), *(ctypes.c_long(a) for a in arguments))
+    if done < 0 and ctypes.get_errno() in (errno.EPERM, errno.EACCES, errno.ENOSYS):
         raise OSError(ctypes.get_errno(), "refused")
+    return done
+
+
+def caller_file() -> bool:
+    """Return whether the caller's memory can be read through its file."""
+    with open(f"/proc/{caller}/mem", "rb", buffering=0) as memory:
+        memory.seek(PLACES["address"])
+        return memory.read(len(TEXT)) == TEXT
+
+
+def caller_memory() -> bool:
+    """Return whether process_vm_readv copies the caller's memory."""
+    own = ctypes.create_string_buffer(len(TEXT))
+    vectors = [(ctypes.c_ulong * 2)(at, len(TEXT)) for at in (ctypes.addressof(own), PLACES["address"])]
+    call(310, caller, ctypes.addressof(vectors[0]), 1, ctypes.addressof(vectors[1]), 1, 0)
+    return own.raw == TEXT
+
+
+def make_and_remove(make: int, arguments: tuple[int, ...], control: int) -> None:
+    """Make an object of System V and remove it."""
+    call(control, call(make, *arguments), 0, 0)
 
 
 def read_through(way: Callable[[str, str], None], name: str) -> None:
@@ -69,11 +95,18 @@ def reach(family: int, kind: int, address: Any) -> None:
 
 def raise_limits() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (2 * hard, 2 * hard))
+    if hard == resource.RLIM_INFINITY:  # nothing to raise: there is no limit
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (2 * hard, 2 * hard))
+    except ValueError as error:  # Python's translation of EPERM
+        raise PermissionError(errno.EPERM, str(error)) from error
 
 
 def open_files() -> None:
     opened: list[int] = []
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
         while len(opened) < 2000:
             opened.append(os.open("/dev/null", os.O_RDONLY))
@@ -99,7 +132,7 @@ def find_variables() -> bool:
 def read_descriptors() -> bool:
     for fd in range(3, 256):
         try:
-            if PLACES["text_reversed"][::-1].encode() in os.pread(fd, 1 << 16, 0):
+            if TEXT in os.pread(fd, 1 << 16, 0):
                 return True
         except OSError:
             pass
@@ -117,9 +150,9 @@ ATTEMPTS: dict[str, Callable[[], Any]] = {
     "link to a file of the host": lambda: read_through(os.link, "linked"),
     "read through a link": lambda: read_through(os.symlink, "pointer"),
     "see other processes": lambda: any(name.isdigit() and int(name) != os.getpid() for name in os.listdir("/proc")),
-    "read the caller's memory": lambda: open(f"/proc/{caller}/mem", "rb").read(1),
-    "copy another process's memory": lambda: call(310, caller, 0, 0, 0, 0, 0),
-    "trace another process": lambda: call(101, 16, os.getppid(), 0, 0),
+    "read the caller's memory": caller_file,
+    "copy another process's memory": caller_memory,
+    "trace another process": lambda: call(101, 0x4206, os.getppid(), 0, 0),  # PTRACE_SEIZE, which does not stop it
     "be traced": lambda: call(101, 0, 0, 0, 0),
     "signal the parent": lambda: os.kill(os.getppid(), 0),
     "signal the caller": lambda: os.kill(caller, 0),
@@ -133,7 +166,7 @@ ATTEMPTS: dict[str, Callable[[], Any]] = {
     "reach a udp port of the host": lambda: reach(socket.AF_INET, socket.SOCK_DGRAM, PORT),
     "reach an abstract unix socket": lambda: reach(socket.AF_UNIX, socket.SOCK_STREAM, ABSTRACT),
     "send to a unix socket from one of a pair": lambda: socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].sendto(
-        b"escaped", ABSTRACT
+        b"escaped", ABSTRACT + "-datagrams"
     ),
     "open a raw socket": lambda: socket.socket(socket.AF_PACKET, socket.SOCK_RAW),
     "see the host's ports": lambda: open("/proc/net/tcp").read(),
@@ -146,8 +179,8 @@ ATTEMPTS: dict[str, Callable[[], Any]] = {
     "use io_uring": lambda: call(425, 1, 0),
     "set the clock": lambda: call(227, 0, 0),
     "use kernel keys": lambda: call(250, 0, -3, 0),
-    "make shared memory": lambda: call(29, 0, 4096, 0o1600),
-    "make a message queue": lambda: call(68, 0, 0o1600),
+    "make shared memory": lambda: make_and_remove(29, (0, 4096, 0o1600), 31),
+    "make a message queue": lambda: make_and_remove(68, (0, 0o1600), 71),
     "watch page faults": lambda: call(323, 0),
     "count events": lambda: call(298, 0, 0, -1, -1, 0),
     "make an executable in memory": lambda: call(319, 0, 0),
@@ -163,9 +196,11 @@ ATTEMPTS: dict[str, Callable[[], Any]] = {
 
 def outcome_of(attempt: Callable[[], Any]) -> str:
     try:
-        return "refused" if attempt() is False else "POSSIBLE"
-    except Exception:
-        return "refused"
+        return "refused (nothing was found)" if attempt() is False else "POSSIBLE"
+    except OSError as error:
+        return f"refused ({errno.errorcode.get(error.errno or 0, type(error).__name__)})"
+    except Exception as error:
+        return f"failed ({type(error).__name__}: {error})"
 
 
-json.dump({name: outcome_of(attempt) for name, attempt in ATTEMPTS.items()}, sys.stdout)
+json.dump({name: outcome_of(ATTEMPTS[name]) for name in PLACES.get("only", ATTEMPTS)}, sys.stdout)

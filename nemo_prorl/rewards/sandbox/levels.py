@@ -1,6 +1,7 @@
 """The strongest sandbox level of this machine, proven by a program that attempts every escape."""
 
 import contextlib
+import ctypes
 import json
 import logging
 import os
@@ -86,13 +87,14 @@ class _Places:
     text: str  # content of `secret`
     listeners: tuple[socket.socket, ...]
     words: dict[str, Any]  # input of `escapes.py`, which names the canaries
+    memory: Any = None  # keeps the text alive at the address in `words`
 
     def touched(self) -> list[str]:
         """Return the effects of the attempts outside of the sandbox, as phrases like `change files of the host`."""
         found = []
         if sorted(p.name for p in self.folder.iterdir()) != ["secret"] or self.secret.read_text() != self.text:
             found.append("change files of the host")
-        if self.secret.stat().st_mode & 0o777 != 0o644:
+        elif self.secret.stat().st_mode & 0o777 != 0o644:
             found.append("change the mode of a file of the host")
         if select.select(self.listeners, [], [], 0)[0]:
             found.append("reach a socket of the host")
@@ -135,8 +137,9 @@ def _canaries() -> Iterator[_Places]:
             "port": port,
             "abstract": name,
         }
-        words["pid"] = os.getpid()
-        yield _Places(folder, secret, text, (*sockets, *abstract), words)
+        memory = ctypes.create_string_buffer(text.encode())
+        words |= {"pid": os.getpid(), "address": ctypes.addressof(memory)}
+        yield _Places(folder, secret, text, (*sockets, *abstract), words, memory)
     finally:
         for sock in (*sockets, *abstract):
             sock.close()
@@ -155,7 +158,11 @@ def prove(sandbox: ProcessSandbox) -> Proof:
             results: dict[str, str] = json.loads(run.outputs[0])
         except ValueError:
             return Proof(sandbox.level, failure="the program that attempts the escapes printed no JSON")
-        possible = [name for name, result in results.items() if result != "refused"] + places.touched()
+        if failed := [f"{name}: {result}" for name, result in results.items() if result.startswith("failed")]:
+            return Proof(
+                sandbox.level, failure=f"attempts to escape that do not work prove nothing: {'; '.join(failed)}"
+            )
+        possible = [name for name, result in results.items() if result == "POSSIBLE"] + places.touched()
     needs = sandbox.run(Program(_NEEDS, "stdin", ("",), time_limit_s=20.0), lambda *_: True)
     if needs.outputs[0] != b"ready\n":
         return Proof(sandbox.level, failure=f"Python's standard library cannot be read inside: {needs.details[0]}")

@@ -524,6 +524,15 @@ def test_the_script_s_python_may_be_an_old_one() -> None:
         assert not imports or "__future__" in names, file
 
 
+def test_a_sigterm_after_the_first_query_is_obeyed(cluster: Cluster) -> None:
+    """It comes while the driver reads why the run stopped, when the state of the job is already known."""
+    cluster.code += "\nimport os, signal"
+    cluster.code += "\ns.Driver.out_of_time = lambda self: (os.kill(os.getpid(), signal.SIGTERM), True)[1]\n"
+    assert cluster.run([{"code": 75}])[0] == 75
+    assert cluster.launches() == [(1, 75, "give_up")]
+    assert cluster.asked() == []
+
+
 def test_a_sigterm_while_it_decides_is_obeyed(cluster: Cluster) -> None:
     """It comes while Slurm is asked how things stand, and Slurm still says RUNNING."""
     late = "import os, signal; before = s.Job.state"

@@ -11,6 +11,7 @@ from nemo_prorl.config import ResetsConfig, ShapingConfig
 from nemo_prorl.errors import ResetFailure
 from nemo_prorl.trainer import Trainer
 from tests.lifecycle.small_run import LR, Killed, SmallPolicy, SmallRun, config, killed_at, parts_of
+from tests.test_frozen import RECORDS, assert_recorded, processor
 
 UPDATES = 2  # a step
 POINTS = ("intent", "reference", "optimizer", "checkpointed", "committed")
@@ -24,9 +25,24 @@ def same(one: Any, other: Any) -> bool:
     )
 
 
-def trained(run: SmallRun, monkeypatch: pytest.MonkeyPatch) -> Trainer:
-    """Start or resume the run, and make all its steps."""
+def trained(run: SmallRun, monkeypatch: pytest.MonkeyPatch, scores: dict[int, float] | None = None) -> Trainer:
+    """Start or resume the run, and make all its steps.
+
+    Args:
+        scores: held-out scores by step, instead of the measured ones; 0.1 where there is none.
+    """
     trainer = run.start(monkeypatch)
+    heldout = trainer.validation._heldout
+
+    class Heldout:
+        @staticmethod
+        def call(work: Any) -> Any:
+            found = heldout.call(work)
+            if scores is not None:
+                found["all"]["mean"] = scores.get(trainer.progress.step, 0.1)
+            return found
+
+    monkeypatch.setattr(trainer.validation, "_heldout", Heldout)
     try:
         trainer.train()
         trainer.finish()
@@ -90,11 +106,11 @@ def test_surplus_and_data_position_after_a_reset(
     roll_back: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The groups left over are kept; after a roll-back they are those of the weights that were given up."""
-    runs = {}
-    for name, at in (("reset", [3]), ("plain", [])):
-        runs[name] = SmallRun(config(tmp_path / name, ResetsConfig(at_steps=at, roll_back=roll_back), max_steps=3))
-        runs[name].final = parts_of(trained(runs[name], monkeypatch).checkpoints)  # type: ignore[attr-defined]
-    reset, plain = (runs[name].final for name in ("reset", "plain"))  # type: ignore[attr-defined]
+    states = []
+    for at in ([3], []):
+        run = SmallRun(config(tmp_path / str(at), ResetsConfig(at_steps=at, roll_back=roll_back), max_steps=3))
+        states.append(parts_of(trained(run, monkeypatch, {2: 0.9}).checkpoints))
+    reset, plain = states
     assert plain["rollouts"]["surplus"]  # otherwise nothing is shown
     assert reset["rollouts"]["surplus"] == ([] if roll_back else plain["rollouts"]["surplus"])
     assert reset["rollouts"]["draws"] == plain["rollouts"]["draws"]
@@ -132,23 +148,7 @@ def test_each_update_has_the_learning_rate_of_its_step(tmp_path: Path, monkeypat
 @pytest.mark.parametrize("parts", ["both", "reference", "optimizer"])
 def test_a_roll_back_starts_from_the_best_weights(parts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = SmallRun(config(tmp_path, ResetsConfig(at_steps=[6], roll_back=True, parts=parts), validate_every=1))
-    trainer = run.start(monkeypatch)
-    scores = {2: 0.9, 4: 0.5, 5: 0.7}  # others: as measured, lower
-    judge = trainer.validation._heldout
-
-    def judged(step: int) -> Any:
-        found = judge.call(lambda heldout: heldout.judge(run.cfg.trainer.grpo, step))
-        found["all"]["mean"] = scores.get(step, 0.1)
-        return found
-
-    class Judge:
-        @staticmethod
-        def call(work: Any) -> Any:
-            return judged(trainer.progress.step)
-
-    monkeypatch.setattr(trainer.validation, "_heldout", Judge)
-    trainer.train()
-    run.close()
+    trainer = trained(run, monkeypatch, {2: 0.9, 4: 0.5, 5: 0.7})
     before, new = saved(run, 2), run.policy.state()
     assert same(new["weights"], before["weights"])
     assert not same(new["weights"], saved(run, 4)["weights"])
@@ -163,9 +163,9 @@ def test_a_roll_back_starts_from_the_best_weights(parts: str, tmp_path: Path, mo
 
 def test_after_a_roll_back_engines_get_the_restored_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = SmallRun(config(tmp_path, ResetsConfig(at_steps=[4], roll_back=True), max_steps=5))
-    trainer = trained(run, monkeypatch)
+    trainer = trained(run, monkeypatch, {2: 0.9})
     (reset,) = trainer.resets.done
-    assert reset["rolled_back_to"] < 4
+    assert reset["rolled_back_to"] == 2
     assert run.engines.published[4] == reset["reference_sha256"]  # published again under the same number
     assert run.lines()[4]["kl"] == 0.0
     assert all(line["version"] == 4 for line in run.rollouts(5))
@@ -217,6 +217,19 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     assert [("rolled_back_to" in reset) for reset in found["resets"]] == [request.param] * 2
     assert any(line["rollout/carried"] for line in found["metrics"])
     return request.param, {**found, "parts": parts_of(trainer.checkpoints), "policy": run.policy.state()}
+
+
+def test_the_run_computes_what_it_computed_when_it_was_recorded(whole: tuple[bool, dict[str, Any]]) -> None:
+    """To record it again: tests/frozen/tiny-*.json are removed, and this test writes them and fails once."""
+    roll_back, found = whole
+    name = "tiny-roll-back" if roll_back else "tiny-reset"
+    prompts = sorted({line["id"] for line in found["rollouts"][0]})
+    kept = ("metrics", "weights_sha256", "reference_sha256", "heldout", "resets")
+    account = {"processor": processor(), "prompts of step 1": prompts, **{key: found[key] for key in kept}}
+    if not (RECORDS / f"{name}.json").exists():
+        (RECORDS / f"{name}.json").write_text(json.dumps(account, indent=1) + "\n")
+        pytest.fail(f"{name}.json was missing and is recorded now")
+    assert_recorded(name, json.loads(json.dumps(account)))
 
 
 @pytest.mark.parametrize("point", [*(f"reset:{name}#{k}" for name in POINTS for k in (1, 2)), "checkpoint:exchange"])

@@ -93,6 +93,13 @@ def test_an_alarm_comes_once_until_the_errors_have_stopped() -> None:
     assert tally.text("false_accepts") == f"18 false accepts in {tally.judged} canaries (0.00505 to 0.0134)"
 
 
+def test_a_long_healthy_time_does_not_delay_the_alarm() -> None:
+    tally = Tally()
+    assert not any(tally.add(1000, 0) for _ in range(100))
+    assert tally.level == 0
+    assert [tally.add(1, 1) for _ in range(5)] == [False] * 4 + [True]
+
+
 @pytest.mark.parametrize(("errors", "judged"), [(0, 1), (0, 300), (1, 40), (7, 1000), (30, 30)])
 def test_the_interval_is_exact(errors: int, judged: int) -> None:
     """At each end the observed count, or one further away, has probability 2.5 %."""

@@ -117,6 +117,21 @@ def test_what_is_not_found_in_the_engine_is_named() -> None:
     assert compared({**publish, "other.weight": torch.ones(3, 3)}, publish, 1) == ([], ["other.weight"])
 
 
+def test_an_engine_names_what_it_could_not_compare_and_refuses_what_differs(tmp_path: Path) -> None:
+    from nemo_prorl.rollout.engine.weights import check_held
+
+    publish = {**weights_of(1), "other.weight": torch.ones(3, 3)}
+    path = str(WeightStore(tmp_path / "weights", "float32").write(publish.items(), VERSION))
+    shapes = {name: tensor.shape for name, tensor in publish.items()}
+
+    def holding(weights: dict[str, Tensor]) -> list[list[Held]]:
+        return [list(held(Model(weights, 0, 1), shapes, VERSION, torch.float32, 0))]
+
+    assert check_held(path, holding(publish)) == ["other.weight"]
+    with pytest.raises(RuntimeError, match=r"holds other values than the published file in 1 tensors: norm.weight"):
+        check_held(path, holding({**publish, "norm.weight": publish["norm.weight"] + 1.0}))
+
+
 def test_versions_differ_in_what_they_read() -> None:
     tensor = weights_of(1)["o_proj.weight"]
     found = [published(tensor, version, torch.float32) for version in range(2)]

@@ -1,6 +1,7 @@
 # make train     sets up the environments if needed, and runs the laptop job; repeated, it continues the job
 # make test      sets up the environments if needed, and runs the tests;  make test-all: the slow tests, too
 # make check     checks format, lint, spelling, import contracts and types, and runs the quick tests, in a minute
+# make mutate    breaks the code in small ways and lists what no test notices; takes hours: ARGS="--sample 40 trainer"
 # make docs      builds the documentation into site/;  make docs-serve: serves it while you write
 # make gpu-evidence   measures kernels, actor and engine on this machine's GPU
 # make gpu-wheels     collects the packages that gpu-evidence needs on a machine with only Python and torch
@@ -21,7 +22,7 @@ EVIDENCE_PYTHON ?= $(or $(wildcard .venv/train/bin/python),python3)
 GPU_WHEELS ?= .gpu-wheels
 GPU_PYTHON ?= python3.12
 
-.PHONY: setup train check docs docs-serve test test-all gpu-evidence gpu-wheels clean
+.PHONY: setup train check docs docs-serve test test-all mutate gpu-evidence gpu-wheels clean
 
 setup:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 8))' 2>/dev/null || { \
@@ -50,6 +51,9 @@ test: setup
 
 test-all: setup
 	@$(PYTEST) $(ARGS)
+
+mutate: setup
+	@$(BIN)/python tests/mutate.py $(ARGS)
 
 # Generates the pages that come from the code, then builds the site.
 docs: setup

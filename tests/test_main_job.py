@@ -3,6 +3,7 @@
 import json
 import signal
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -129,6 +130,24 @@ def test_a_hard_reset_makes_kl_zero(undisturbed: Path) -> None:
     assert [r["step"] for r in summary["resets"]] == [2]
     assert summary["resets"][0]["reference_sha256"] == summary["reference_sha256"]
     assert summary["weights_sha256"] != summary["reference_sha256"]
+
+
+def test_a_hard_reset_empties_the_optimizer(undisturbed: Path) -> None:
+    """The checkpoint after the reset of step 2 has no moments and no steps; that of step 4 has those of two steps."""
+    import torch.distributed.checkpoint as checkpoint
+
+    found = {}
+    for step in (2, STEPS):
+        reader = checkpoint.FileSystemReader(undisturbed / "checkpoints" / f"step-{step:06d}")
+        sizes: dict[str, Any] = reader.read_metadata().state_dict_metadata
+        moments = {key: torch.full(about.size, torch.nan) for key, about in sizes.items() if "exp_avg" in key}
+        checkpoint.load(dict(moments), storage_reader=reader, no_dist=True)
+        common = torch.load(undisturbed / "checkpoints" / f"step-{step:06d}" / "common.pt", weights_only=False)
+        counts = {float(group["step"]) for group in common["optimizer"]["optimizer"]["param_groups"]}
+        found[step] = max(float(moment.abs().max()) for moment in moments.values()), counts
+    assert found[2] == (0.0, {0.0})
+    assert found[STEPS][0] > 0.0
+    assert found[STEPS][1] == {2.0 * 4}  # updates_per_step is 4
 
 
 def test_killed_and_resumed_is_equal_to_the_bit(undisturbed: Path, disturbed: Path) -> None:

@@ -40,22 +40,22 @@ def posterior(
     return middle, float(np.sqrt((chance * (own * factor + (mean - middle) ** 2)).sum()))
 
 
-@pytest.mark.parametrize(("end", "noise", "count"), [(8.0, 0.02, 40), (8.0, 0.06, 40), (4.0, 0.03, 12)])
+@pytest.mark.parametrize(("end", "noise", "count"), [(8.0, 0.02, 40), (8.0, 0.06, 40), (5.0, 0.02, 12)])
 def test_mean_and_spread_of_the_asymptote_are_those_of_the_formula(end: float, noise: float, count: int) -> None:
     measured = scores_of(end, noise, seed=1, count=count)
     middle, spread = posterior(*measured)
     draws = np.concatenate([fit(*measured, seed=seed).draws[:, 0] for seed in range(10)])
     assert draws.mean() == pytest.approx(middle, abs=0.05 * spread)
-    assert draws.std() == pytest.approx(spread, rel=0.05)
+    assert draws.std() == pytest.approx(spread, rel=0.03)
 
 
 def test_what_the_test_above_would_see() -> None:
     """In its cases, an interval without one of its ingredients differs by more than the test allows."""
-    many, few = scores_of(8.0, 0.06, seed=1, count=40), scores_of(4.0, 0.03, seed=1, count=12)
+    many, few = scores_of(8.0, 0.06, seed=1, count=40), scores_of(5.0, 0.02, seed=1, count=12)
     assert posterior(*many)[1] > 2.0 * posterior(*many, scatter=False)[1]
     middle, spread = posterior(*few)
-    assert abs(posterior(*few, weigh=False)[0] - middle) > 0.1 * spread
-    assert abs(posterior(*few, weigh=False)[1] / spread - 1.0) > 0.1
+    assert abs(posterior(*few, weigh=False)[0] - middle) > 0.09 * spread
+    assert abs(posterior(*few, weigh=False)[1] / spread - 1.0) > 0.05
 
 
 def test_scores_that_scatter_more_than_their_errors_widen_the_interval() -> None:

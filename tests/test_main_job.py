@@ -134,14 +134,15 @@ def test_a_hard_reset_makes_kl_zero(undisturbed: Path) -> None:
 
 def test_a_hard_reset_empties_the_optimizer(undisturbed: Path) -> None:
     """The checkpoint after the reset of step 2 has no moments and no steps; that of step 4 has those of two steps."""
-    import torch.distributed.checkpoint as checkpoint
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     found = {}
     for step in (2, STEPS):
-        reader = checkpoint.FileSystemReader(undisturbed / "checkpoints" / f"step-{step:06d}")
+        reader = FileSystemReader(undisturbed / "checkpoints" / f"step-{step:06d}")
         sizes: dict[str, Any] = reader.read_metadata().state_dict_metadata
         moments = {key: torch.full(about.size, torch.nan) for key, about in sizes.items() if "exp_avg" in key}
-        checkpoint.load(dict(moments), storage_reader=reader, no_dist=True)
+        load(dict(moments), storage_reader=reader, no_dist=True)
         common = torch.load(undisturbed / "checkpoints" / f"step-{step:06d}" / "common.pt", weights_only=False)
         counts = {float(group["step"]) for group in common["optimizer"]["optimizer"]["param_groups"]}
         found[step] = max(float(moment.abs().max()) for moment in moments.values()), counts

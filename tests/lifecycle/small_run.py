@@ -218,7 +218,9 @@ class SmallEngines(Simulated):
         responses = []
         for index, seed in enumerate(seeds):
             await asyncio.sleep(0)
-            ids, logps, last, chance = [], [], prompt_ids[-1], random.Random(seed)
+            ids: list[int] = []
+            logps: list[float] = []
+            last, chance = prompt_ids[-1], random.Random(seed)
             while len(ids) < sampling.max_tokens and last != EOS:
                 (last,) = chance.choices(range(WORDS), table_VV[last].exp().tolist())
                 logps.append(float(table_VV[ids[-1] if ids else prompt_ids[-1], last]))

@@ -92,6 +92,12 @@ def test_reference_and_optimizer_are_reset_as_configured(
     assert state["resets"] == trainer.resets.state_dict()
 
 
+def test_regular_resets_come_every_so_many_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = SmallRun(config(tmp_path, ResetsConfig(every=2), max_steps=5))
+    trainer = trained(run, monkeypatch)
+    assert [(reset["step"], reset["reason"]) for reset in trainer.resets.done] == [(2, "every"), (4, "every")]
+
+
 def test_after_a_reset_adam_counts_from_0_and_kl_is_measured_to_the_new_reference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,7 +185,7 @@ def test_no_roll_back_where_the_last_weights_are_the_best_or_the_best_are_gone(
     mean = {"mean": 0.5, "se": 0.1, "prompts": 8}
     for step, last, kept in ((1, 1.0, True), (2, 0.0, False)):
         score: Any = {"all": {**mean, "mean": last}, "tasks": {"held": mean}}
-        trainer.validation.scores = {0: {"all": mean, "tasks": {"held": mean}}, step: score}  # type: ignore[dict-item]
+        trainer.validation.scores = {0: {"all": mean, "tasks": {"held": mean}}, step: score}  # type: ignore[typeddict-item]
         trainer.resets.done.clear()
         monkeypatch.setattr(trainer.checkpoints, "has", lambda step, kept=kept: kept)
         weights = run.policy.state()["weights"]
@@ -286,9 +292,12 @@ def test_the_check_comes_once_and_only_where_the_reference_is_new(
     trainer = run.start(monkeypatch)
     checked: list[tuple[int, float]] = []
     check = trainer.resets.check_reference
-    monkeypatch.setattr(
-        trainer.resets, "check_reference", lambda step, gap: (checked.append((step, gap)), check(step, gap))
-    )
+
+    def checking(step: int, gap: float) -> None:
+        checked.append((step, gap))
+        check(step, gap)
+
+    monkeypatch.setattr(trainer.resets, "check_reference", checking)
     trainer.train()
     run.close()
     assert [step for step, _ in checked] == [1, 2, 3, 4, 5]

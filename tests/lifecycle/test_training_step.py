@@ -63,7 +63,7 @@ def advantages_by_hand(lines: list[dict[str, Any]], reward: Any) -> dict[tuple[s
     for line in lines:
         if line["verdict"]["score"] is not None:
             groups.setdefault(line["id"], []).append(line)
-    found = {}
+    found: dict[tuple[str, str], float] = {}
     for prompt, group in groups.items():
         rewards = [reward(line) for line in group]
         mean = sum(rewards) / len(rewards)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from nemo_prorl.rewards.interface import Program
 from nemo_prorl.rewards.sandbox import levels
 from nemo_prorl.rewards.sandbox.client import ProcessSandbox, SandboxFailure
 from nemo_prorl.rewards.sandbox.levels import _canaries, _Places
@@ -207,7 +208,7 @@ def test_in_a_level_every_attempt_is_refused_by_the_system(level: str) -> None:
         except SandboxFailure as error:
             pytest.skip(f"this machine has no such level: {error}")
         with _canaries() as places:
-            program = levels.Program(
+            program = Program(
                 levels._ESCAPES.read_text(), "stdin", (json.dumps(places.words),), time_limit_s=20.0
             )
             run = sandbox.run(program, lambda *_: True)

@@ -63,7 +63,7 @@ def account(run: SmallRun) -> dict[str, Any]:
     steps = len(run.lines())
     return {
         "metrics": run.lines(),
-        "resets": resets,
+        "commits": resets,
         "alarms": sorted(set(run.alarms())),
         "rollouts": [run.rollouts(step) for step in range(1, steps + 1)],
         **{key: summary[key] for key in ("step", "heldout", "resets", "weights_sha256", "reference_sha256")},
@@ -182,10 +182,10 @@ def test_no_roll_back_where_the_last_weights_are_the_best_or_the_best_are_gone(
 ) -> None:
     run = SmallRun(config(tmp_path, ResetsConfig(at_steps=[3], roll_back=True), max_steps=3))
     trainer = run.start(monkeypatch)
-    mean = {"mean": 0.5, "se": 0.1, "prompts": 8}
+    mean: Any = {"mean": 0.5, "se": 0.1, "prompts": 8}
     for step, last, kept in ((1, 1.0, True), (2, 0.0, False)):
         score: Any = {"all": {**mean, "mean": last}, "tasks": {"held": mean}}
-        trainer.validation.scores = {0: {"all": mean, "tasks": {"held": mean}}, step: score}  # type: ignore[typeddict-item]
+        trainer.validation.scores = {0: {"all": mean, "tasks": {"held": mean}}, step: score}
         trainer.resets.done.clear()
         monkeypatch.setattr(trainer.checkpoints, "has", lambda step, kept=kept: kept)
         weights = run.policy.state()["weights"]

@@ -208,9 +208,7 @@ def test_in_a_level_every_attempt_is_refused_by_the_system(level: str) -> None:
         except SandboxFailure as error:
             pytest.skip(f"this machine has no such level: {error}")
         with _canaries() as places:
-            program = Program(
-                levels._ESCAPES.read_text(), "stdin", (json.dumps(places.words),), time_limit_s=20.0
-            )
+            program = Program(levels._ESCAPES.read_text(), "stdin", (json.dumps(places.words),), time_limit_s=20.0)
             run = sandbox.run(program, lambda *_: True)
             assert run.outputs[0] is not None, run.details
             found = json.loads(run.outputs[0])

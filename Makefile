@@ -1,7 +1,7 @@
 # make train     sets up the environments if needed, and runs the laptop job; repeated, it continues the job
 # make test      sets up the environments if needed, and runs the tests;  make test-all: the slow tests, too
 # make check     checks format, lint, spelling, import contracts and types, and runs the quick tests, in a minute
-# make mutate    breaks the code in small ways and lists what no test notices; takes hours: ARGS="--sample 40 trainer"
+# make mutate    breaks the code in small ways and lists what no quick test notices; takes hours, or ARGS="--sample 40"
 # make docs      builds the documentation into site/;  make docs-serve: serves it while you write
 # make gpu-evidence   measures kernels, actor and engine on this machine's GPU
 # make gpu-wheels     collects the packages that gpu-evidence needs on a machine with only Python and torch

@@ -148,8 +148,8 @@ def test_a_large_difference_in_few_tokens_alarms(tmp_path: Path, monkeypatch: py
 def test_a_verifier_that_errs_on_canaries_alarms_also_after_a_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Five errors in a row reach the limit; two of them come before the restart."""
-    run = static(tmp_path, max_steps=2, prompts_per_step=25, checkpoint_every=1)  # 100 responses: one canary a step
+    """Five errors of a task and side reach the limit; some of each come before the restart."""
+    run = static(tmp_path, max_steps=10, prompts_per_step=25, checkpoint_every=10)  # 100 responses: one canary a step
 
     def lies(trainer: Trainer) -> None:
         run.verifier.canaries_lie = True
@@ -157,8 +157,9 @@ def test_a_verifier_that_errs_on_canaries_alarms_also_after_a_resume(
     go(run, monkeypatch, lies)
     counts = [{k: v for k, v in line.items() if k.startswith("canaries/")} for line in run.lines()]
     assert all(counts)
+    assert len({key for count in counts for key in count if "false" in key}) >= 3
     assert run.alarms() == []
-    run.cfg.trainer.grpo.max_steps = 20
+    run.cfg.trainer.grpo.max_steps = 24
     go(run, monkeypatch, lies)
     told = [alarm for alarm in run.alarms() if "errs on responses whose verdict is known" in alarm]
     assert told

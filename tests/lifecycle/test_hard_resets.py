@@ -196,6 +196,18 @@ def test_no_roll_back_where_the_last_weights_are_the_best_or_the_best_are_gone(
     assert run.alarms() == ["2: no roll-back: the checkpoint of step 0, the best validation, is not kept"]
 
 
+@pytest.mark.parametrize("roll_back", [False, True])
+def test_each_best_validation_so_far_has_a_checkpoint(
+    roll_back: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of step 0 only where a roll-back may need it."""
+    resets = ResetsConfig(roll_back=roll_back)
+    run = SmallRun(config(tmp_path, resets, max_steps=5, validate_every=1, checkpoint_every=99, keep_best=1))
+    trained(run, monkeypatch, {1: 0.2, 2: 0.9, 3: 0.5, 4: 0.95, 5: 0.3})
+    found = [int(path.name[5:]) for path in sorted((tmp_path / "checkpoints").iterdir())]
+    assert found == [*([0] if roll_back else []), 1, 2, 4, 5]
+
+
 # --- kills -----------------------------------------------------------------------------------------------------------
 
 

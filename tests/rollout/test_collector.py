@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -104,6 +105,11 @@ def test_a_collection_that_is_given_up_leaves_no_trace(seconds: float) -> None:
             time.sleep(0.05)
     finally:
         collector.close()
+
+
+def test_the_mean_of_a_group_leaves_out_what_was_not_judged() -> None:
+    assert group_of([1.0, None, 0.5]).mean_reward == 0.75
+    assert math.isnan(group_of([None, None]).mean_reward)
 
 
 class MixedIsRight(EvenIsRight):

@@ -273,11 +273,15 @@ class SmallRenderer:
     def prompt_ids(self, record: Mapping[str, Any]) -> list[int]:
         return [3, 3 + record["truth"]["number"] % 5, 8 + record["truth"]["parity"]]
 
-    def length(self, record: Mapping[str, Any]) -> int:
-        return 3
-
     def judged_text(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> str:
         return " ".join(map(str, ids))
+
+
+class ThreeTokens:
+    """Counts the tokens of prompts without a tokenizer."""
+
+    def of(self, source: DataSource, records: Sequence[Any]) -> list[int]:
+        return [3] * len(records)
 
 
 def records(name: str, count: int) -> list[dict[str, Any]]:
@@ -336,11 +340,13 @@ class SmallRun:
             actor=self.policy,
             leader=leader,
             renderer=renderer,
+            folder=self.folder,
             data=leader.only(lambda: data),
             loggers=[],
             store=lambda cfg: SmallStore(self.policy),
         )
         monkeypatch.setattr(rank, "connect", self._connect)
+        monkeypatch.setattr(rank, "PromptLengths", lambda folder, data: ThreeTokens())
         trainer = rank.build(self.cfg, self.folder, policy, self.stopping)
         rank.begin(trainer, self.folder)
         return trainer

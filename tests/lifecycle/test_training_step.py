@@ -102,6 +102,11 @@ def test_advantages_are_those_of_the_shaped_rewards(
     assert found.metrics["reward/shaped"] == pytest.approx(sum(map(shaped if shapes else raw, lines)) / 16)
 
 
+def test_a_schedule_of_shaping_follows_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = stepped(tmp_path, monkeypatch, shaping=ShapingConfig(cosine=True, cosine_every=2, cosine_for=1))
+    assert ["shaping/cosine" in line for line in found.run.lines()] == [False, True, False]
+
+
 def test_every_response_is_trained_on_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = stepped(tmp_path, monkeypatch)
     assert len(found.batches) == 2  # updates_per_step

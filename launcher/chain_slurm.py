@@ -118,10 +118,7 @@ def launch(root: Path, folder: Path, stages: Sequence[ChainStage], args: argpars
     for stage in todo:
         tell_of_a_stop(stage)
     if todo and args.container_image:
-        with contextlib.chdir(root):
-            first = arguments([todo[0].name, *container, *todo[0].overrides])
-            for fault in Submission(first, Job()).path_faults():
-                _log.warning("%s", fault)
+        _warn_of_paths(root, [todo[0].name, *container, *todo[0].overrides])
     if Path.cwd() != root:
         _log.info("jobs start in %s: relative paths in overrides start there", root)
     if args.dry_run:
@@ -143,6 +140,13 @@ def launch(root: Path, folder: Path, stages: Sequence[ChainStage], args: argpars
             entries.setdefault(stage.name, new)["max_steps"] = most
         _submit(how, todo, {"command": _as_given(args), "time": time.time(), "stages": list(entries.values())}, held)
     sys.stdout.write(f"state of the chain: prorl status {shlex.quote(str(folder))}\n")
+
+
+def _warn_of_paths(root: Path, words: list[str]) -> None:
+    """Warn of each path that the container of a job does not see.  `words`: arguments of the batch script."""
+    with contextlib.chdir(root):
+        for fault in Submission(arguments(words), Job()).path_faults():
+            _log.warning("%s", fault)
 
 
 def tell_of_a_stop(stage: ChainStage) -> None:

@@ -21,6 +21,7 @@ from omegaconf import DictConfig
 from nemo_prorl import cli, settings
 from nemo_prorl.algorithms import reset_rules
 from nemo_prorl.config import Config
+from nemo_prorl.rewards.discovery import discover
 from nemo_prorl.rewards.interface import RewardRequest, Verdict, judge
 from nemo_prorl.rewards.sandbox.levels import open_sandbox
 from tests import paper_model
@@ -350,6 +351,9 @@ def whole_configuration() -> DictConfig:
 
 def is_key(key: str) -> bool:
     """Whether a key, without a value, is one of the composed configuration."""
+    if key.startswith("rewards.plugins."):
+        _, _, plugin, setting = key.split(".")
+        return setting in {field.name for field in fields(discover().plugins[plugin].Config)}
     node: Any = whole_configuration()
     for part in key.split("."):
         if isinstance(node, DictConfig) and part in node:

@@ -61,6 +61,8 @@ HERE = {  # in this process, on files made for it
 # slow: with engines, ranks or a server
 WHOLE = {"prorl doctor", "prorl probe", "prorl evaluate", "prorl watch", "prorl control", "report --serve"}
 ELSEWHERE = {  # why not here
+    "paper.md": "tests/paper/test_miniature.py walks the page's commands in their order",
+    "hf": "tests/data/test_prepare_hub.py holds the message that has this command",
     "plugins.md": "tests/rewards/test_scaffold.py runs the page's commands in their order",
     "make": "tests/test_docs.py asks make what it would run, which is run in small here and in tests/test_main_job.py",
     "ablations.py": "hours of work: tests/test_docs.py looks for its options",
@@ -74,8 +76,8 @@ ELSEWHERE = {  # why not here
 def way_of(page: str, words: Words) -> str:
     """What a command counts as; raises for one that nothing here runs."""
     program = Path(words[0]).name
-    if page == "plugins.md":
-        return "plugins.md"
+    if page in ("plugins.md", "paper.md"):
+        return page
     if page == "container.md" and program in ("docker", "enroot", "srun"):
         return "container"
     if any("dev-cluster.sh" in word for word in words):

@@ -64,11 +64,11 @@ class Slurm:
         self.folder = folder
         self.conf = folder / "etc" / "slurm.conf"
         self.nodes = [f"node{k}" for k in range(int(environment["SLURM_DEV_NODES"]))]
-        self._environment = {**environment, "SLURM_CONF": str(self.conf)}
+        self.environment = {**environment, "SLURM_CONF": str(self.conf)}
 
     def run(self, *command: str, env: Mapping[str, str] | None = None) -> str:
         """Standard output of a command with the cluster's environment; raises RuntimeError with what it said."""
-        environment = {**self._environment, **(env or {})}
+        environment = {**self.environment, **(env or {})}
         told = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
         )

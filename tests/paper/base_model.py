@@ -27,7 +27,7 @@ SHAPE = {
     "intermediate_size": 256,
     "num_attention_heads": 4,  # heads of 32 values: vLLM has no kernel for smaller ones on a CPU
     "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
+    "max_position_embeddings": 8192,
 }
 _VOCABULARY = 2000
 _LESSONS, _ROWS, _LAST_TOKENS = 250, 8, (8, 32)  # updates; rows of each; shown tokens of a prompt, least and most

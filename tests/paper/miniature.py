@@ -42,7 +42,7 @@ SMALL = [
     "rollout.max_num_seqs=32",
     "rollout.kv_cache_mb=128",
 ]
-EVALUATION = ["--samples", "2", "--context", "2048", "--max-response", "48"]
+EVALUATION = ["--samples", "2", "--context", "8192", "--max-response", "48"]
 _PATIENCE_S = 900  # seconds for one stage on a busy machine with two cores
 
 

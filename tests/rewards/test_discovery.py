@@ -61,7 +61,7 @@ def test_settings_are_checked() -> None:
 def test_workers_are_shared_out_at_least_one_each() -> None:
     assert share_out(1, ["a", "b"]) == {"a": 1, "b": 1}
     assert share_out(5, ["a", "b"]) == {"a": 3, "b": 2}
-    with pytest.raises(ConfigError, match=r"rewards\.workers=0"):
+    with pytest.raises(ConfigError, match=r"--workers 0"):
         share_out(0, ["a"])
 
 

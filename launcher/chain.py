@@ -148,7 +148,8 @@ def _check_ended(run: Path, given: Path) -> None:
     record = chain_slurm.read_record(run.parent) if shutil.which("squeue") else None
     if is_locked(run) or chain_slurm.live_jobs([run.name], record):
         raise ConfigError(
-            f"--from {given}: the run in {run} is still active. Fix: prorl control {run} stop, then the same command"
+            f"--from {given}: the run in {run} is still active. Fix: wait for its end (prorl status {run}), or"
+            f" end it with prorl control {run} stop; then the same command"
         )
 
 

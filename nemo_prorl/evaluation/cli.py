@@ -49,7 +49,12 @@ def add_parser(commands: Any) -> None:
     )
     add("overrides", metavar="OVERRIDE", nargs="*", default=[], help="KEY=VALUE, such as rollout.dtype=bfloat16")
     add("--benchmarks", metavar="A,B", help="names of benchmarks or sets (--list), or own .yaml or .jsonl files")
-    add("--out", metavar="DIR", type=Path, help="folder of the evaluation; the same command again completes it")
+    add(
+        "--out",
+        metavar="DIR",
+        type=Path,
+        help="folder of the evaluation; the same command again completes it. With --compare: optional",
+    )
     add("--list", action="store_true", help="list the benchmarks and the file that each needs")
     add("--data", metavar="DIR", type=Path, help="folder with the prompt records of benchmarks that are not shipped")
     add("--samples", metavar="N", type=int, help="responses per prompt (default: the benchmark's)")
@@ -90,9 +95,12 @@ def run(args: argparse.Namespace) -> int:
 
         sys.stdout.write(columns(table(catalogue().values())))
         return 0
-    if args.out is None:
-        raise ConfigError("--out DIR is missing: the folder that the evaluation is written to")
+    if args.compare:  # overrides after its folders
+        args.overrides += [word for word in args.compare if "=" in word]
+        args.compare = [word for word in args.compare if "=" not in word]
     _separate_model(args)
+    if args.out is None and (args.model is not None or not args.compare):
+        raise ConfigError("--out DIR is missing: the folder that the evaluation is written to")
     if args.columns is not None and args.compare is None:
         raise ConfigError(f"--as={args.columns}: expected --compare paper, too")
     if args.compare and (args.model is None or args.compare != [PAPER]):
@@ -204,7 +212,9 @@ def _compare(args: argparse.Namespace) -> int:
     if args.model is not None:
         raise ConfigError(f"{args.model}: expected no MODEL with --compare {' '.join(args.compare)}")
     if args.compare[0] == PAPER:
-        folders = [Path(one) for one in args.compare[1:]] or [args.out]
+        folders = [Path(one) for one in args.compare[1:]] or ([args.out] if args.out else [])
+        if not folders:
+            raise ConfigError("--compare paper: expected folders of evaluations. Fix: --compare paper DIR")
         given = [None] * len(folders) if args.columns is None else args.columns.split(",")
         if len(given) != len(folders):
             raise ConfigError(f"--as={args.columns}: expected {len(folders)} names, as many as folders")
@@ -215,18 +225,20 @@ def _compare(args: argparse.Namespace) -> int:
     from nemo_prorl.lifecycle.records import write_json
 
     found = compare.compare(compare.read([Path(one) for one in args.compare]))
-    args.out.mkdir(parents=True, exist_ok=True)
-    write_json(args.out / "comparison.json", found)
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
+        write_json(args.out / "comparison.json", found)
     sys.stdout.write(compare.table(found))
     return 0
 
 
-def _compare_with_paper(out: Path, folders: list[Path], columns: list[str | None]) -> int:
+def _compare_with_paper(out: Path | None, folders: list[Path], columns: list[str | None]) -> int:
     from nemo_prorl.evaluation import compare, published
     from nemo_prorl.lifecycle.records import write_json
 
     found = published.compare(compare.read(folders, least=1), columns)
-    out.mkdir(parents=True, exist_ok=True)
-    write_json(out / "published.json", found)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(out / "published.json", found)
     sys.stdout.write(published.table(found))
     return 0

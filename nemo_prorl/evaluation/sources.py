@@ -106,7 +106,8 @@ class LocalEngines:
         if room < 1:
             raise DataError(
                 f"record {record['id']!r}: its prompt of {len(ids)} tokens leaves no room for a response in the"
-                f" context of {sampling.context}. Fix: --context N"
+                f" context of {sampling.context}. Fix: --context N, at most the model's; or leave such prompts out with"
+                " --tokenizer MODEL --max-prompt-tokens N of prorl data prepare"
             )
         most = room if sampling.max_response is None else min(room, sampling.max_response)
         return ids, SamplingParams(sampling.temperature, sampling.top_p, most, self._stop, logprobs=False)

@@ -118,6 +118,8 @@ def test_finished_folders_are_kept_and_others_are_made_again(
     assert made_again() == {"minerva"}
     words = (*words, "--workers", 2)
     assert made_again() == set()
+    words = (*words, "--agreement", "grader")
+    assert made_again() == {"scp-116k"}  # the only source with two solutions
     words = (*words, "--seed", 5)
     assert made_again() == set(PAPER)
 

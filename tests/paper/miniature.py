@@ -173,6 +173,7 @@ def evaluate(walk: Walk) -> str:
     words = ["--benchmarks", "paper", "--data", "prepared", *EVALUATION]
     overrides = ["cluster=laptop", "rollout.kv_cache_mb=256"]
     walk.prorl("evaluate", "MODEL", *words, "--out", "evaluation/base", *overrides)
+    walk.prorl("evaluate", "--compare", "paper", "evaluation/base", "--as", "base")
     walk.prorl("evaluate", "runs/paper/run8", *words, "--out", "evaluation/end", *overrides)
     folders = ["evaluation/base", "evaluation/end"]
     walk.prorl("evaluate", "--compare", *folders, "--out", "evaluation/comparison")

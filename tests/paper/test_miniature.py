@@ -28,6 +28,13 @@ def walk(tmp_path_factory: pytest.TempPathFactory) -> Walk:
     return miniature.run(tmp_path_factory.mktemp("paper"))
 
 
+SMALLER = {  # options that only make a command smaller
+    "data": ("--from", "--scale"),
+    "evaluate": ("--samples", "--context", "--max-response"),
+    "doctor": ("--rows",),
+}
+
+
 def kinds(lines: str) -> set[tuple[str, ...]]:
     """Return the kind of each command: program, command, and the options that it has."""
     found = set()
@@ -35,7 +42,8 @@ def kinds(lines: str) -> set[tuple[str, ...]]:
         words = [word for word in shlex.split(line, comments=True) if not word.startswith("--container")]
         if not words or words[0] not in ("prorl", "sbatch", "bash"):
             continue
-        options = sorted(word for word in words if re.fullmatch(r"--[a-z-]+", word) and word not in ("--rows",))
+        smaller = SMALLER.get(words[1], ())
+        options = sorted(word for word in words if re.fullmatch(r"--[a-z-]+", word) and word not in smaller)
         stage = [word for word in words if word == "cluster=slurm_dev" and "data=prorl" not in words]
         head = words[:2] if words[0] == "prorl" else [words[0], "slurm/stage.sbatch"]
         found.add((*head, *options, *(stage if words[0] == "sbatch" else [])))

@@ -200,10 +200,11 @@ def _given(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> li
 
 
 def _decisive(command: list[str]) -> list[str]:
-    """Return the words of a command that decide which records it makes."""
+    """Return the words of a command that decide which records it makes; a judge decides for two solutions only."""
+    neutral = _NEUTRAL if source_of(command[3]).judged else _NEUTRAL | {"--agreement", "--judge-model"}
     words, kept = iter(command), []
     for word in words:
-        if word not in _NEUTRAL:
+        if word not in neutral:
             kept.append(word)
         elif word != "--unsafe-no-sandbox":
             next(words, None)

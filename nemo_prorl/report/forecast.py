@@ -159,7 +159,7 @@ def forecast(curve: Curve) -> dict[str, Any]:
         "asymptote": _rounded(curves.asymptote),
         "midpoint": float(f"{curves.best[1]:.4g}"),
         "exponent": float(f"{curves.best[2]:.3g}"),
-        "advice": advice(gain, curves.noise, found["segments"], last.keep_rate),
+        "advice": advice(gain, curves.noise, found["segments"], last.keep_rate, len(parts) - 1),
     }
 
 
@@ -190,7 +190,11 @@ def _gain(found: dict[str, Any]) -> str:
 
 
 def advice(
-    gain: tuple[float, float, float], noise: float, fitted: Sequence[dict[str, Any]], keep_rate: float | None
+    gain: tuple[float, float, float],
+    noise: float,
+    fitted: Sequence[dict[str, Any]],
+    keep_rate: float | None,
+    resets: int,
 ) -> str:
     """Return what to do: continue, reset, broaden the group, or stop.
 
@@ -199,9 +203,12 @@ def advice(
         noise: standard error of one validation, below which a gain cannot be seen.
         fitted: the segments with a forecast, the last one included.
         keep_rate: share of the groups with a signal.
+        resets: number of hard resets, also those next to a segment without a forecast.
     """
     if gain[0] > noise:
         return "continue: the gain is larger than the noise of a validation"
+    if len(fitted) < 2 and resets:
+        return "reset: this segment is near its asymptote; what the last hard reset brought cannot be told"
     if len(fitted) < 2:
         return "reset: this segment is near its asymptote, and no hard reset has been tried (prorl control RUN reset)"
     before, now = (segment["asymptote"] for segment in fitted[-2:])

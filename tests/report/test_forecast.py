@@ -168,7 +168,14 @@ class TestRuns:
 )
 def test_advice(gain: float, asymptotes: list[float], keep_rate: float, word: str) -> None:
     fitted = [{"begin": 0, "asymptote": [a, a - 0.02, a + 0.02]} for a in asymptotes]
-    assert advice((gain, 0.0, 2 * gain), 0.01, fitted, keep_rate).split(":")[0].split(",")[0].split()[0] == word
+    said = advice((gain, 0.0, 2 * gain), 0.01, fitted, keep_rate, len(asymptotes) - 1)
+    assert said.split(":")[0].split(",")[0].split()[0] == word
+
+
+def test_a_reset_after_a_segment_without_forecast_is_a_reset() -> None:
+    fitted = [{"begin": 60, "asymptote": [0.5, 0.48, 0.52]}]
+    assert "no hard reset has been tried" in advice((0.0, 0.0, 0.0), 0.01, fitted, 0.5, 0)
+    assert "no hard reset has been tried" not in advice((0.0, 0.0, 0.0), 0.01, fitted, 0.5, 1)
 
 
 @pytest.mark.parametrize("devices", ["auto", [1, 2], None, 1e300, -3])

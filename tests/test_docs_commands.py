@@ -293,25 +293,17 @@ def value_of(words: Words, option: str) -> str | None:
     return words[words.index(option) + 1] if option in words else None
 
 
-@commands_of("prorl data")
-def test_data_is_prepared(words: Words, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On rows made here; a judge is a real HTTP server, what the package makes is made in small."""
-    if words[2] == "sources":
-        done(words[1:])
-        assert "deepscaler" in capsys.readouterr().out
-        return
+def on_rows_made_here(words: Words, place: Path) -> Words:
+    """A command of `prorl data prepare` on stand-ins; what the package makes is made in small."""
     given = [*words, "--check", "0"]
     source, origin = words[3], value_of(words, "--from")
     if source == "paper":
         published.make_all(place / "published")
-        given += ["--from", "published", "--scale", "0.0001", "--agreement", "none", "--workers", "1"]
-        done(given[1:])
-        assert {path.name for path in (place / "prepared").iterdir()} == set(PAPER)
-        return
+        return [*given, "--from", "published", "--scale", "0.0001", "--agreement", "none", "--workers", "1"]
     if source == "reasoning-gym":
-        given += ["--holdout", "2"] if origin else ["--size", "8", "--holdout", "2"]
         (place / "graph_color.yaml").write_text("tasks:\n  graph_color:\n")
-    elif origin == "hub" and source not in ROWS:
+        return [*given, *(["--holdout", "2"] if origin else ["--size", "8", "--holdout", "2"])]
+    if origin == "hub" and source not in ROWS:
         published.make_all(place / "published")
         given[given.index("--from") + 1] = f"published/{source}"
     elif origin is not None and not Path(origin).exists():
@@ -320,6 +312,17 @@ def test_data_is_prepared(words: Words, place: Path, capsys: pytest.CaptureFixtu
     if (against := value_of(words, "--against")) is not None:
         (place / against).parent.mkdir(parents=True)
         write(place / against, [{"prompt": "What?"}])
+    return given
+
+
+@commands_of("prorl data")
+def test_data_is_prepared(words: Words, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On rows made here; a judge is a real HTTP server."""
+    if words[2] == "sources":
+        done(words[1:])
+        assert "deepscaler" in capsys.readouterr().out
+        return
+    given = on_rows_made_here(words, place)
     judge = Judge()
     try:
         if "--judge-url" in words:
@@ -331,14 +334,16 @@ def test_data_is_prepared(words: Words, place: Path, capsys: pytest.CaptureFixtu
         if "--judge-url" in words:
             judge.shutdown()
         judge.server_close()
+    told, out = capsys.readouterr().out, Path(str(value_of(words, "--out")))
     if "--estimate" in words:
-        assert "requests" in capsys.readouterr().out
-        return
-    out = Path(str(value_of(words, "--out")))
-    assert json.loads((out / "manifest.json").read_text())["counts"]["kept"] > 0
+        assert "requests" in told
+    elif words[3] == "paper":
+        assert {path.name for path in out.iterdir()} == set(PAPER)
+    else:
+        assert json.loads((out / "manifest.json").read_text())["counts"]["kept"] > 0
     if "my-problems.jsonl" in words:  # the page shows the last lines
         [shown] = [text for text in blocks(ROOT / "docs" / "tutorial" / "data.md", "text") if "data.train" in text]
-        assert capsys.readouterr().out.endswith(shown)
+        assert told.endswith(shown)
 
 
 def test_the_page_tells_the_columns_of_every_source() -> None:

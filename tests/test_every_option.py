@@ -301,10 +301,8 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "evaluate --engines",
     ),
     "tests/test_whole_commands.py::test_a_checkpoint_and_a_name_on_the_hub_are_evaluated": ("evaluate --temperature",),
-    "tests/test_whole_commands.py::test_a_checkpoint_of_a_run_is_chosen": (
-        *("evaluate --checkpoint=newest", "evaluate --checkpoint=best", "evaluate --checkpoint"),
-    ),
     "tests/evaluation/test_checkpoint.py::test_what_is_exported_and_evaluated": (
+        *("evaluate --checkpoint=newest", "evaluate --checkpoint=best", "evaluate --checkpoint"),
         *("export-hf --checkpoint=newest", "export-hf --checkpoint=best", "export-hf --checkpoint"),
     ),
     "tests/data/test_prepare_code.py::test_livecodebench_of_another_period_and_release": (

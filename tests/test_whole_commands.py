@@ -10,7 +10,6 @@ import pytest
 
 from nemo_prorl import cli, settings
 from nemo_prorl.deadlines import Deadline
-from nemo_prorl.evaluation.models import find
 from tests.conftest import ROOT
 from tests.data.hub_server import COMMIT, environment, serving
 from tests.data.preparing import SUMS, write
@@ -160,22 +159,6 @@ def test_an_address_is_evaluated_with_all_the_options(tmp_path: Path) -> None:
     finally:
         server.process.kill()
         server.process.communicate()
-
-
-KEPT = {2: 0.5, 4: 0.25}  # steps of a run's checkpoints, and what each was validated with
-OF_A_RUN = [("newest", 4), ("best", 2), ("2", 2)]
-
-
-@pytest.mark.parametrize(("which", "step"), OF_A_RUN)
-def test_a_checkpoint_of_a_run_is_chosen(which: str, step: int, tmp_path: Path) -> None:
-    """`--checkpoint`: newest, best or a step."""
-    scores = {str(at): {"all": {"mean": mean, "se": 0.1, "prompts": 9}, "tasks": {}} for at, mean in KEPT.items()}
-    for at in KEPT:
-        folder = tmp_path / "checkpoints" / f"step-{at:06d}"
-        folder.mkdir(parents=True)
-        state = {"step": at, "resets": {"done": []}, "validation": {"scores": scores}}
-        (folder / "state.json").write_text(json.dumps(state))
-    assert find(tmp_path, which) == ("run", tmp_path / "checkpoints" / f"step-{step:06d}")
 
 
 @pytest.mark.slow

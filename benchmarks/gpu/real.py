@@ -104,6 +104,7 @@ def config(settings: Settings, folder: Path, *overrides: str) -> Any:
         "rollout.engines=1",
         "model.fp8=null",
         f"trainer.grpo.context_tokens={CONTEXT[settings.small]}",
+        "data.max_prompt_tokens=null",
     ]
     if not has_transformer_engine():
         here += ["model.transformer_engine=false"]

@@ -79,7 +79,7 @@ def test_a_context_that_is_too_small_is_named_as_train_names_it(tmp_path: Path) 
     model = f"pretrained_checkpoint.restore_from_path={tmp_path / 'model'}"
     tiny = ("trainer.warmup.steps=0", "trainer.grpo.context_tokens=8", "trainer.grpo.max_response_tokens=4")
     found = run(tmp_path, model, *tiny, "data.prompt=text")
-    assert "the context of 8 (trainer.grpo.context_tokens) leaves no room for a response" in found.stderr
+    assert "trainer.grpo.context_tokens=8 leaves no room for a response to these prompts" in found.stderr
     assert "--context" not in found.stderr
 
 

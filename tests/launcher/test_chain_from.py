@@ -119,7 +119,7 @@ def test_a_run_that_is_still_active_is_refused(slurm: Slurm, caplog: pytest.LogC
     picked = stop(Path("chain"))
     slurm.add("squeue", 'echo "17 RUNNING None"')
     assert go_on(picked) == 2
-    assert "Fix: prorl control" in caplog.text
+    assert "Fix: wait for its end (prorl status" in caplog.text
     slurm.add("squeue", 'echo "17 CANCELLED None"')
     with (Path("chain") / "run3" / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -65,6 +65,7 @@ def config_of(case: Case, folder: HFFolder) -> Any:
             f"trainer.devices={case.ranks}",
             "trainer.accelerator=cpu",
             "trainer.grpo.context_tokens=64",
+            "data.max_prompt_tokens=null",
             "trainer.grpo.prompts_per_step=4",
             "rollout.engines=1",
             "model.make_vocab_size_divisible_by=16",

@@ -187,7 +187,7 @@ def run(folder: Path) -> Walk:
     make_model(walk)
     rehearse(walk)
     with cluster(nodes=4) as slurm:
-        walk.environment |= slurm.environment
+        walk.environment |= {name: value for name, value in slurm.environment.items() if name.startswith("SLURM")}
         train(walk, slurm)
     sys.stdout.write(evaluate(walk))
     return walk

@@ -142,11 +142,11 @@ def completed(slurm: Slurm, job: int, what: str) -> None:
 def train(walk: Walk, slurm: Slurm) -> None:
     """Run the eight stages; stop run 3 early by hand, and go on with run 4 from a checkpoint of it."""
     chain = walk.folder / "runs" / "paper"
-    flags = ["--gpus-per-node=0", "--mem=0"]
+    flags = ["--gpus-per-node=0", "--mem=0", f"--output={walk.folder / '%x-%j.out'}"]
     longer = [*of_chain(walk), f"trainer.grpo.max_steps={STEPS_BEFORE}"]
     alone = ["slurm/stage.sbatch", "run1", f"run_dir={chain / 'run1'}", *longer]
     walk.note("sbatch", *alone)
-    completed(slurm, slurm.sbatch(*flags, f"--output={walk.folder / 'run1.log'}", *alone), "run1")
+    completed(slurm, slurm.sbatch(*flags, *alone), "run1")
 
     launch = ["launch", "--stages", "run1..run8", "--sbatch", " ".join(flags), f"run_dir={chain}", *longer]
     walk.prorl(*launch, "--dry-run")

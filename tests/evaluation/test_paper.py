@@ -95,7 +95,7 @@ def test_a_real_model_beside_the_paper(laptop_model: Path, tmp_path: Path) -> No
     ("words", "told"),
     [
         (["--compare", "paper", "nowhere", "--out", "out"], "nowhere/manifest.json: cannot be read"),
-        (["--compare", "paper", "nowhere", "cluster=laptop"], "nowhere/manifest.json: cannot be read"),
+        (["--compare", "paper", "cluster=laptop"], "--compare paper: expected folders of evaluations"),
         (["--compare", "paper"], "--compare paper: expected folders of evaluations"),
         (["--compare", "paper", "a", "b", "--as", "base", "--out", "out"], "--as=base: expected 2 names"),
         (["--compare", "a", "b", "--as", "base", "--out", "out"], "--as=base: expected --compare paper DIR"),

@@ -57,6 +57,9 @@ def test_each_process_says_where_it_is_and_none_is_ended(hanging: Child, tmp_pat
 
 def test_a_stopped_process_is_named_as_such_and_does_not_hold_up_the_rest(hanging: Child, tmp_path: Path) -> None:
     hanging.signal(signal.SIGSTOP)
+    assert hanging.process is not None
+    stat = Path(f"/proc/{hanging.process.pid}/stat")
+    Deadline(30, "its stop").wait_until(lambda: ") T " in stat.read_text())  # the kernel stops it a little later
     began = time.monotonic()
     StackWriter([hanging], tmp_path / "stacks-0.txt").write()
     assert time.monotonic() - began < 30

@@ -69,7 +69,10 @@ def test_all_stages_made_their_steps_and_run_4_began_where_run_3_was_left(walk: 
         assert len(made) < steps if stage == "run3" else len(made) == steps, stage
     assert any(event["event"] == "stop" for event in events_of(chain / "run3"))
     [start, *_] = [event for event in events_of(chain / "run4") if event["event"] == "start"]
-    assert "run3/checkpoints/step-000001" in json.dumps(start)
+    named = set(re.findall(r"run3/checkpoints/step-(\d+)", (walk.folder / "commands.txt").read_text()))
+    [picked] = named
+    assert start["start_from"].endswith(f"run3/checkpoints/step-{picked}")
+    assert int(picked) < len(metrics_of(chain / "run3"))  # earlier than where run 3 was stopped
 
 
 def test_some_groups_carried_a_signal(walk: Walk) -> None:

@@ -24,6 +24,7 @@ LEAST_POINTS = 8  # as in scaling.py, which imports numpy
 AHEAD_HOURS = 100.0  # GPU hours
 _LITTLE_SIGNAL = 0.2  # share of groups with a signal below which more of the same data teaches little
 _BACKTESTS = (0.4, 0.6, 0.8)
+_GATE = 0.6  # share of the segment whose back-test must not miss
 _LAST = 3  # validations at the end of a segment, whose mean a back-test must hit
 
 
@@ -61,7 +62,7 @@ class Segment:
 
 
 def segments(curve: Curve) -> list[Segment]:
-    """Return the segments of a run or a chain, in order, without those that have fewer than two validations."""
+    """Return the segments of a run or a chain, in order, also those with few validations or none."""
     found = []
     for run, offset in zip(curve.runs, curve.offsets, strict=True):
         resets = [int(event["step"]) for event in run.counted("reset_commit")]
@@ -78,8 +79,6 @@ def segments(curve: Curve) -> list[Segment]:
                 for step, mean, error in rows
                 if mean is not None and 0.0 <= mean <= 1.0 and error is not None and 0.0 <= error <= 1.0
             ]
-            if len(whole) < 2:
-                continue
             rates = [number(line.get("keep_rate/all")) for line in run.metrics if end - 10 < line["step"] <= end]
             known = [rate for rate in rates if rate is not None]
             found.append(
@@ -131,36 +130,55 @@ def forecast(curve: Curve) -> dict[str, Any]:
     """
     parts = segments(curve)
     found: dict[str, Any] = {"name": curve.name, "refused": None, "segments": []}
-    fitted = [(part, part.curves()) for part in parts]
-    for part, curves in fitted:
-        if curves is not None and curves.refusal is None:
-            found["segments"].append({"begin": part.begin, "asymptote": _rounded(curves.asymptote)})
-    if not fitted:
+    if sum(len(part.steps) for part in parts) < 2:
         return found | {"refused": "fewer than two validations since the start"}
-    last, curves = fitted[-1]
+    fitted = [judged(part) for part in parts]
+    for part, (curves, _, refusal) in zip(parts, fitted, strict=True):
+        if curves is not None and refusal is None:
+            found["segments"].append({"begin": part.begin, "asymptote": _rounded(curves.asymptote)})
+    last, (curves, tests, refusal) = parts[-1], fitted[-1]
     if curves is None:
-        return found | {"refused": f"{len(last.steps)} validations since step {last.begin}; {LEAST_POINTS} are needed"}
+        return found | {"refused": refusal}
     on_gpus = curve.runs[-1].setting("trainer.accelerator") == "gpu"
     ahead = AHEAD_HOURS if on_gpus else curves.end
     gain = curves.gain(ahead)
     found |= {
-        "refused": curves.refusal,
+        "refused": refusal,
         "unit": "GPU hours" if on_gpus else "hours",
         "begin": last.begin,
         "spent": round(curves.end, 4),
         "now": _rounded(curves.score_at(curves.end)),
         "ahead": float(f"{ahead:.4g}"),
         "gain": _rounded(gain),
-        "backtests": backtests(last),
+        "backtests": tests,
     }
-    if curves.refusal is not None:
+    if refusal is not None:
         return found
+    earlier = fitted[-2] if len(fitted) > 1 else None
+    before = earlier[0].asymptote[0] if earlier and earlier[0] and earlier[2] is None else None
     return found | {
         "asymptote": _rounded(curves.asymptote),
         "midpoint": float(f"{curves.best[1]:.4g}"),
         "exponent": float(f"{curves.best[2]:.3g}"),
-        "advice": advice(gain, curves.noise, found["segments"], last.keep_rate, len(parts) - 1),
+        "advice": advice(gain, curves.noise, curves.asymptote[1], before, last.keep_rate, len(parts) - 1),
     }
+
+
+def judged(segment: Segment) -> tuple["Curves | None", list[dict[str, Any]], str | None]:
+    """Return the curves of a segment, its back-tests, and why no asymptote is given; None if it is given."""
+    curves = segment.curves()
+    if curves is None:
+        return None, [], f"{len(segment.steps)} validations since step {segment.begin}; {LEAST_POINTS} are needed"
+    tests = backtests(segment)
+    refusal = curves.refusal
+    missed = next((test for test in tests if test["share"] == _GATE and test["hit"] is False), None)
+    if refusal is None and missed is not None:
+        low, high = missed["interval"]
+        refusal = (
+            f"the forecast from the first {_GATE:.0%} missed: {low:.3f} to {high:.3f}, and it became"
+            f" {missed['end']:.3f}"
+        )
+    return curves, tests, refusal
 
 
 def _rounded(values: Sequence[float]) -> list[float]:
@@ -192,7 +210,8 @@ def _gain(found: dict[str, Any]) -> str:
 def advice(
     gain: tuple[float, float, float],
     noise: float,
-    fitted: Sequence[dict[str, Any]],
+    low: float,
+    before: float | None,
     keep_rate: float | None,
     resets: int,
 ) -> str:
@@ -201,18 +220,18 @@ def advice(
     Args:
         gain: expected gain with the next hours: median, low, high.
         noise: standard error of one validation, below which a gain cannot be seen.
-        fitted: the segments with a forecast, the last one included.
+        low: lower end of the asymptote's interval.
+        before: asymptote of the segment before; None if it has none.
         keep_rate: share of the groups with a signal.
         resets: number of hard resets, also those next to a segment without a forecast.
     """
     if gain[0] > noise:
         return "continue: the gain is larger than the noise of a validation"
-    if len(fitted) < 2 and resets:
-        return "reset: this segment is near its asymptote; what the last hard reset brought cannot be told"
-    if len(fitted) < 2:
+    if not resets:
         return "reset: this segment is near its asymptote, and no hard reset has been tried (prorl control RUN reset)"
-    before, now = (segment["asymptote"] for segment in fitted[-2:])
-    if now[1] > before[0]:
+    if before is None:
+        return "reset: this segment is near its asymptote; what the last hard reset brought cannot be told"
+    if low > before:
         return "reset: this segment is near its asymptote, and the last hard reset raised it"
     if keep_rate is not None and keep_rate < _LITTLE_SIGNAL:
         return f"stop, or take harder data: {keep_rate:.0%} of groups carry a signal, and the last reset gained nothing"
@@ -223,24 +242,22 @@ def advice(
 
 
 def backtests(segment: Segment) -> list[dict[str, Any]]:
-    """Forecast the end of a segment from its first 40, 60 and 80 %.
+    """Forecast the end of a segment, the mean of its last three scores, from its first 40, 60 and 80 %.
 
     Returns:
         for each: `share`; `end`, the mean of the last three scores; `interval` of the forecast of this mean, or null
-        if the share has too few scores; `hit`, whether the end lies in the interval, null without one.
+        if the share has too few scores; `hit`, whether the end lies in the interval, null without one.  The last
+        three scores are in no share.
     """
     found: list[dict[str, Any]] = []
     end = sum(segment.scores[-_LAST:]) / _LAST
     for share in _BACKTESTS:
-        curves = segment.curves(max(2, round(share * len(segment.scores))))
+        count = min(round(share * len(segment.scores)), len(segment.scores) - _LAST)
+        curves = segment.curves(max(0, count))
         entry: dict[str, Any] = {"share": share, "end": round(end, 4), "interval": None, "hit": None}
         if curves is not None:
-            _, low, high = curves.score_at(segment.hours[-2])
-            margin = 1.64 * curves.noise / _LAST**0.5  # of the measured mean itself
-            entry |= {
-                "interval": _rounded((low - margin, high + margin)),
-                "hit": bool(low - margin <= end <= high + margin),
-            }
+            low, high = curves.measured(segment.hours[-_LAST:])
+            entry |= {"interval": _rounded((low, high)), "hit": bool(low <= end <= high)}
         found.append(entry)
     return found
 

@@ -32,13 +32,16 @@ FAMILIES = {SCALERL: "ScaleRL's", np.inf: "an exponential", 0.5: "a power law"} 
 _MIDPOINTS, _EXPONENTS = 100, 24  # a coarser grid adds misfits as large as the noise of 500 prompts
 _STEEPNESS = (0.4, 6.0)  # ScaleRL's fits lie between 1 and 2.5
 _BEYOND = 0.05  # share of draws that may have their midpoint ahead of the last measurement
-_WIDEST = 0.5  # width of the asymptote's interval, as a share of the gain so far
+_WIDEST = 0.7  # width of the asymptote's interval, as a share of the gain so far
 _GAIN_SIGMAS = 4.0
 _SCATTER, _SCATTER_WEIGHT = 0.7, 4  # expected scatter, as a share of the recorded errors, and its weight in scores
+_LEAST_SCATTER = 0.5  # as a share of the recorded errors: that of the same prompts under a policy that does not wander
 _CORRELATION = 0.2  # least correlation of neighbouring residuals: few scores show none, long runs show 0 to 0.4
 _AS_GOOD = 4.0  # a rival whose misfit exceeds the best by less, in variances, widens the interval
 _WORSE = 6.0  # ScaleRL's family is refused if its misfit exceeds a rival's by more
 _WANDERS = 1.64  # standard deviations of the correlation of neighbouring residuals
+_START_SPREAD = 0.5  # R0 lies between 0 and 1, also where no score is near the start
+_GRID = 0.3  # residuals smaller than this, in units of the errors, are those of the grid
 _PARAMETERS = 4
 
 
@@ -160,6 +163,8 @@ class Curves:
         now = self.score_at(self.end)[0]
         if now - self.best[3] < _GAIN_SIGMAS * self.noise / 2.0:
             return f"the score has changed by {now - self.best[3]:+.3f}, which noise may explain"
+        if max(np.mean(drawn[:, 1] > self.end) for drawn in self.draws.values()) > _BEYOND:
+            return "the scores do not bend yet: half of the gain may still lie ahead"
         if self.scatter.wanders:
             return (
                 "the scores wander about the curve: neighbouring validations lie on the same side of it"
@@ -168,8 +173,6 @@ class Curves:
         if self.rival is not None:
             name, end = self.rival
             return f"the curve is not of ScaleRL's family: {name} fits better, and approaches {end:.2f}"
-        if max(np.mean(drawn[:, 1] > self.end) for drawn in self.draws.values()) > _BEYOND:
-            return "the scores do not bend yet: half of the gain may still lie ahead"
         if high - low > _WIDEST * (now - self.best[3]):
             return f"the asymptote lies anywhere between {low:.2f} and {high:.2f}"
         return None
@@ -203,6 +206,7 @@ def fit_family(power: float, compute: Floats, scores: Floats, errors: Floats) ->
     share_KN = share_of(grid[0][:, None], grid[1][:, None], power, compute)
     rest_KN, weight_N = 1.0 - share_KN, 1.0 / errors**2
     a, b, c = (product @ weight_N for product in (rest_KN**2, rest_KN * share_KN, share_KN**2))
+    a = np.maximum(a, 1.0 / _START_SPREAD**2)
     u, v = (part @ (weight_N * scores) for part in (rest_KN, share_KN))
     determinant = np.maximum(a * c - b * b, 1e-12 * a * c + 1e-300)
     start, asymptote = (c * u - b * v) / determinant, (a * v - b * u) / determinant
@@ -222,8 +226,10 @@ def noise_of(residuals: Floats) -> Noise:
     count = len(residuals)
     free = max(1, count - _PARAMETERS)
     variance = (float(residuals @ residuals) + _SCATTER_WEIGHT * _SCATTER**2) / (free + _SCATTER_WEIGHT)
+    variance = max(variance, _LEAST_SCATTER**2)
     centred = residuals - residuals.mean()
-    correlation = float(centred[1:] @ centred[:-1]) / max(float(centred @ centred), 1e-12)
+    power = float(centred @ centred)
+    correlation = float(centred[1:] @ centred[:-1]) / power if power > count * _GRID**2 else 0.0
     # A curve with four parameters takes up part of the correlation.
     likely = min(0.9, max(_CORRELATION, correlation + 3.0 / count))
     wanders = (correlation + 2.5 / count) * count**0.5 > _WANDERS

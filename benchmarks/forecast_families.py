@@ -2,6 +2,7 @@
 
     .venv/train/bin/python benchmarks/forecast_families.py [--runs 400] [--seed 1]
     .venv/train/bin/python benchmarks/forecast_families.py --real    the validations of benchmarks/results/resets.jsonl
+    .venv/train/bin/python benchmarks/forecast_families.py --page    writes the table of the page from RECORD
 
 A simulated run starts at 2 to 50 % of its asymptote (0.3 to 0.9) and is cut at a random multiple of its midpoint, the
 compute at which half of the gain is reached.  Its recorded errors are those of 512 prompts.
@@ -19,6 +20,7 @@ knows their asymptotes.  An asymptote is refuted if the run later ended above it
 import argparse
 import json
 import math
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -34,8 +36,12 @@ from nemo_prorl.report.forecast import forecast
 from nemo_prorl.report.read import Curve, RunRecord
 
 Floats = npt.NDArray[np.float64]
+Values = Floats | Sequence[float]
 Share = Callable[[Floats], Floats]
-RESULTS = Path(__file__).resolve().parent / "results" / "resets.jsonl"
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "resets.jsonl"
+RECORD = ROOT / "benchmarks" / "results" / "forecast_families-2026-11-26.txt"  # outputs of two ways to forecast
+PAGE = ROOT / "docs" / "howto" / "forecast.md"
 PROMPTS = 512
 MANY, FEW = (25, 80), (10, 16)  # validations
 SHARES = tuple(k / 10 for k in range(2, 11))  # beginnings of a real run
@@ -120,7 +126,7 @@ def simulated(random: np.random.Generator, case: Case) -> tuple[float, tuple[Flo
     return math.nan if case.family is logarithm else asymptote, (compute * 10 ** random.uniform(-1, 1), scores, errors)
 
 
-def curve_of(compute: Sequence[float], scores: Sequence[float], errors: Sequence[float]) -> Curve:
+def curve_of(compute: Values, scores: Values, errors: Values) -> Curve:
     """Return a run with one step before each validation but the first."""
     run = RunRecord(Path("simulated"), "simulated")
     run.metrics = [{"step": k, "time/step": 3600.0 * (compute[k] - compute[k - 1])} for k in range(1, len(compute))]
@@ -210,12 +216,45 @@ def real() -> None:
         sys.stdout.write(f"the end, forecast from {share:.0%}: {hit} hit, {missed} missed, {none} not possible\n")
 
 
+# --- the page --------------------------------------------------------------------------------------------------------
+
+
+def rows_of(text: str) -> dict[str, tuple[str, str]]:
+    """Return {case: (refused, held)} of the output of a simulation."""
+    found = re.findall(r"^ *(\d+%) +(\d+%|-) +[\d.-]+ +(.+)$", text, re.M)
+    return {name: (refused, held) for refused, held, name in found}
+
+
+def table() -> str:
+    """Return a Markdown table of the cases with the same prompts, from RECORD."""
+    alone, now = (rows_of(part) for part in re.split(r"^## ", RECORD.read_text(), flags=re.M)[1:3])
+    lines = ["| truth | ScaleRL's family alone: refused, held | `prorl forecast`: refused, held |", "|---|---|---|"]
+    for case in (case for case in CASES if case.paired):
+        cells = [", ".join(rows[case.name]) for rows in (alone, now)]
+        lines.append(f"| {case.name.replace(', paired', '').replace('..', ' to ')} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def page() -> str:
+    """Return the page with the table of RECORD."""
+    return re.sub(
+        r"(<!-- families: [^>]*-->\n).*?(<!-- end of families -->)",
+        lambda found: f"{found[1]}{table()}{found[2]}",
+        PAGE.read_text(),
+        flags=re.S,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=400)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--real", action="store_true", help="recorded runs in the place of simulated ones")
+    parser.add_argument("--page", action="store_true", help="run nothing; write the table of the page")
     args = parser.parse_args()
+    if args.page:
+        PAGE.write_text(page())
+        return
     sys.stdout.write(f"{describe()}\n")
     if args.real:
         real()

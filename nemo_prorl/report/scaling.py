@@ -217,7 +217,7 @@ def fit_family(power: float, compute: Floats, scores: Floats, errors: Floats) ->
     start, asymptote = np.where(falls, flat, start), np.where(falls, flat, asymptote)
     residual_KN = (scores - start[:, None] * rest_KN - asymptote[:, None] * share_KN) / errors
     misfit = np.einsum("kn,kn->k", residual_KN, residual_KN)
-    found = Grid(power, *grid, start, asymptote, -b / a, a / determinant, -0.5 * np.log(determinant), misfit)
+    found = Grid(power, grid[0], grid[1], start, asymptote, -b / a, a / determinant, -0.5 * np.log(determinant), misfit)
     return found, np.asarray(residual_KN[np.argmin(misfit)])
 
 

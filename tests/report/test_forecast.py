@@ -1,5 +1,6 @@
 """Forecasts: intervals that hold what they promise, refusals, and the words."""
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from nemo_prorl.report.read import Curve, read_curves
 from nemo_prorl.report.scaling import at, fit
 
 PROMPTS = 512
+ROOT = Path(__file__).parents[2]
 
 
 SHARES = {  # of the gain, after a compute in midpoints
@@ -247,3 +249,10 @@ class TestCommand:
     def test_a_folder_that_is_no_run_is_refused(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         assert main(["forecast", str(tmp_path)]) == 2
         assert "neither a run" in caplog.text
+
+
+def test_the_page_has_the_table_of_the_recorded_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    families = importlib.import_module("forecast_families")
+    assert families.page() == families.PAGE.read_text()
+    assert "| scalerl, to 2 to 6 midpoints" in families.page()

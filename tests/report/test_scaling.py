@@ -132,6 +132,17 @@ def test_half_of_the_gain_comes_by_the_midpoint(power: float) -> None:
     assert share_of(middle, exponent, power, 0.0) == pytest.approx([0.0, 0.0])
 
 
+def test_a_segment_without_a_score_near_its_start_has_curves() -> None:
+    """Some curves are over before the first score: R0 is then anywhere between 0 and 1."""
+    compute = np.linspace(10.0, 400.0, 40)
+    with np.errstate(divide="raise", invalid="raise"):
+        grid, _ = fit_family(np.inf, compute, 0.5 + 0.0 * compute, np.full(40, 0.01))
+    assert np.isfinite(grid.log_volume).all()
+    steepest = grid.middle.argmin() + 23
+    assert grid.log_volume[steepest] == pytest.approx(-0.5 * np.log(4.0 * 40 / 0.01**2))
+    assert grid.variance[steepest] == pytest.approx(0.01**2 / 40)
+
+
 # --- several families ------------------------------------------------------------------------------------------------
 
 

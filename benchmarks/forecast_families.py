@@ -231,7 +231,9 @@ def table() -> str:
     lines = ["| truth | ScaleRL's family alone: refused, held | `prorl forecast`: refused, held |", "|---|---|---|"]
     for case in (case for case in CASES if case.paired):
         cells = [", ".join(rows[case.name]) for rows in (alone, now)]
-        lines.append(f"| {case.name.replace(', paired', '').replace('..', ' to ')} | {' | '.join(cells)} |")
+        lines.append(
+            f"| {case.name.replace(', paired', '').replace(', to ', ', cut at ').replace('..', ' to ')} | {' | '.join(cells)} |"
+        )
     return "\n".join(lines) + "\n"
 
 

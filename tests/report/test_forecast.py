@@ -199,6 +199,13 @@ def test_what_a_reset_brought_is_told_from_the_segment_before_it_only(tmp_path: 
     assert "the last hard reset raised it" in next_to["advice"]
 
 
+def test_a_reset_after_a_short_segment_counts_as_one(tmp_path: Path) -> None:
+    scores = {0: 0.1, 10: 0.3} | {s: rise(s - 20, 0.3, 0.6, 20) for s in range(30, 421, 10)}
+    found = forecast(curve_of(run_folder(tmp_path / "run", scores, resets=(20,))))
+    assert [segment["begin"] for segment in found["segments"]] == [20]
+    assert "what the last hard reset brought cannot be told" in found["advice"]
+
+
 def test_after_a_reset_no_forecast_comes_from_the_segment_before(tmp_path: Path) -> None:
     scores = {s: rise(s, 0.1, 0.5, 20) for s in range(0, 401, 10)}
     found = forecast(curve_of(run_folder(tmp_path / "run", scores | {405: 0.4}, resets=(401,))))
@@ -255,4 +262,4 @@ def test_the_page_has_the_table_of_the_recorded_simulation(monkeypatch: pytest.M
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     families = importlib.import_module("forecast_families")
     assert families.page() == families.PAGE.read_text()
-    assert "| scalerl, to 2 to 6 midpoints" in families.page()
+    assert "| scalerl, cut at 2 to 6 midpoints" in families.page()

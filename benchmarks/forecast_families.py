@@ -230,10 +230,12 @@ def table() -> str:
     alone, now = (rows_of(part) for part in re.split(r"^## ", RECORD.read_text(), flags=re.M)[1:3])
     lines = ["| truth | ScaleRL's family alone: refused, held | `prorl forecast`: refused, held |", "|---|---|---|"]
     for case in (case for case in CASES if case.paired):
+        name = case.name
+        for usual in (", paired", ", to 2..6 midpoints", ", {} to {} validations".format(*MANY)):
+            name = name.replace(usual, "")
+        name = name.replace(", to ", ", cut at ").replace("..", " to ")
         cells = [", ".join(rows[case.name]) for rows in (alone, now)]
-        lines.append(
-            f"| {case.name.replace(', paired', '').replace(', to ', ', cut at ').replace('..', ' to ')} | {' | '.join(cells)} |"
-        )
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

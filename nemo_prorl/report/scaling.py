@@ -62,7 +62,7 @@ class Noise(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Grid:
+class FamilyFit:
     """All curves of one family, each with the R0 and A that fit best; arrays [K].
 
     Attributes:
@@ -199,7 +199,7 @@ def at(curves: Floats, compute: float, power: float = SCALERL) -> Floats:
     return np.asarray(start + (asymptote - start) * share_of(middle, exponent, power, compute))
 
 
-def fit_family(power: float, compute: Floats, scores: Floats, errors: Floats) -> tuple[Grid, Floats]:
+def fit_family(power: float, compute: Floats, scores: Floats, errors: Floats) -> tuple[FamilyFit, Floats]:
     """Return the fitted curves of a family, and [N] the residuals of the best in units of the errors."""
     middles = np.geomspace(compute[-1] / 100.0, compute[-1] * 8.0, _MIDPOINTS)
     grid = [each.ravel() for each in np.meshgrid(middles, np.geomspace(*_STEEPNESS, _EXPONENTS), indexing="ij")]
@@ -217,7 +217,9 @@ def fit_family(power: float, compute: Floats, scores: Floats, errors: Floats) ->
     start, asymptote = np.where(falls, flat, start), np.where(falls, flat, asymptote)
     residual_KN = (scores - start[:, None] * rest_KN - asymptote[:, None] * share_KN) / errors
     misfit = np.einsum("kn,kn->k", residual_KN, residual_KN)
-    found = Grid(power, grid[0], grid[1], start, asymptote, -b / a, a / determinant, -0.5 * np.log(determinant), misfit)
+    found = FamilyFit(
+        power, grid[0], grid[1], start, asymptote, -b / a, a / determinant, -0.5 * np.log(determinant), misfit
+    )
     return found, np.asarray(residual_KN[np.argmin(misfit)])
 
 

@@ -262,4 +262,4 @@ def test_the_page_has_the_table_of_the_recorded_simulation(monkeypatch: pytest.M
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     families = importlib.import_module("forecast_families")
     assert families.page() == families.PAGE.read_text()
-    assert "| scalerl, cut at 2 to 6 midpoints" in families.page()
+    assert "| scalerl | 3%, 100% |" in families.page()

@@ -170,10 +170,10 @@ class ResetRulesConfig:
     drop_min: float = key(0.05, "drop: smallest fall of a validation score that counts", least=0)
     drop_baseline: int = key(10, "drop: number of evaluations whose mean is the level before the fall", least=4)
     drop_confirm: int = key(2, "drop: number of evaluations that must show the fall", least=1)
-    plateau_steps: int = key(300, "plateau: length of the window, in steps", least=2)
+    plateau_steps: int = key(300, "plateau: length of the shortest window, in steps", least=2)
     plateau_gain: float = key(0.02, "plateau: least gain of the mean validation score in plateau_steps", least=0)
     plateau_sigma: float = key(
-        2.5, "plateau: certainty that the gain is less, in standard deviations of noise", least=0
+        4.5, "plateau: certainty that the gain is less, in standard deviations of its noise", least=0
     )
     kl_factor: float = key(3.0, "KL spike: threshold as a multiple of the median KL", above=1)
     kl_min: float = key(0.001, "KL spike: smallest KL that counts, nats per token", least=0)

@@ -8,8 +8,9 @@ A rule sees one line of metrics.jsonl at a time.  A reset discards all earlier m
 the start of a run and after each reset, no rule asks for a reset.  After a finding, the rule makes no finding on the
 same metric for `cooldown_steps` (the plateau rule: for `plateau_steps`); other rules are not affected.
 
-Noise.  The standard deviation of one measurement is its recorded standard error, or it is estimated as the standard
-deviation of successive differences over sqrt(2), in which a slow trend cancels.  A threshold of k standard deviations
+Noise.  A plateau's is that of the residuals about a line.  For drops and KL, the standard deviation of one measurement
+is its recorded standard error, or it is estimated as the standard deviation of successive differences over sqrt(2), in
+which a slow trend cancels.  A threshold of k standard deviations
 becomes `t_quantile(k, dof)` if the standard deviation is estimated.  If both are known, the smaller threshold applies.
 """
 
@@ -27,6 +28,7 @@ ADVISING = ("truncation", "length", "entropy", "kl_high")
 LEAST_DIFFERENCES = 12  # with fewer differences, their scatter is not used
 LEAST_BASELINE = 4  # evaluations
 SCATTER_POINTS = 100
+PLATEAU_BLOCKS = 12  # a plateau is looked for in at least so many means of scores, if there are as many scores
 BLOCK_STEPS = 10  # steps per block: length, truncation and entropy are compared as means of blocks
 
 
@@ -237,42 +239,33 @@ def _drop(
 def _plateau(history: History, rules: ResetRulesConfig, since: int) -> list[Finding]:
     """Find a plateau: the mean validation score gains less than `plateau_gain` in `plateau_steps` (paper sec. 4.2).
 
-    The blend is the mean of the validation scores whose names were measured in every evaluation of the last
-    `plateau_steps`.  gain = the slope of the blend's least-squares line times `plateau_steps`.  Its standard deviation
-    is sd = s plateau_steps / sqrt(sum (t - mean t)^2), with s the standard deviation of one blend and t the steps of
-    the evaluations.  It is a plateau if gain + k sd < plateau_gain, with k = `plateau_sigma`: if noise hides the gain,
-    there is no finding.
+    The windows are the last `plateau_steps` steps, twice, four times as many and so on, as far as they fit behind the
+    last reset: rare or noisy validations need a long one.  The blend is the mean of the validation scores whose names
+    were measured in every evaluation of the window.  gain = the slope of the blend's least-squares line times
+    `plateau_steps`, and sd its standard deviation (see `_line`).  It is a plateau if gain + k sd < plateau_gain in one
+    of the windows, with k = `plateau_sigma`: if noise hides the gain, there is no finding.
     """
-    first = history.step - rules.plateau_steps
-    if since > first:
-        return []
-    window = {k: [p for p in points if p[0] > first] for k, points in history.series.items() if k != "kl"}
-    most = max(map(len, window.values()), default=0)
-    whole = {key: points for key, points in window.items() if len(points) == most}
-    if most < LEAST_BASELINE:
-        return []
-    steps = [step for step, _ in next(iter(whole.values()))]
-    blend = [sum(points[i][1] for points in whole.values()) / len(whole) for i in range(most)]
-    errors = {}
-    for step in steps:
-        known = [history.errors[key][step] for key in whole if step in history.errors.get(key, {})]
-        if len(known) == len(whole):
-            errors[step] = math.sqrt(sum(e * e for e in known)) / len(whole)
-    bound = _bound(list(zip(steps, blend, strict=True)), errors, rules.plateau_sigma)
-    centre = sum(steps) / most
-    spread = sum((step - centre) ** 2 for step in steps)
-    if bound is None or spread == 0.0:
-        return []
-    slope = sum((step - centre) * value for step, value in zip(steps, blend, strict=True)) / spread
-    gain = slope * rules.plateau_steps
-    seen = gain + bound * rules.plateau_steps / math.sqrt(spread)
-    if seen >= rules.plateau_gain:
-        return []
-    what = (
-        f"the mean of {len(whole)} validation scores changed by {gain:+.3g} over {rules.plateau_steps} steps, at most"
-        f" {seen:+.3g} (< {rules.plateau_gain:g})"
-    )
-    return [Finding("plateau", history.step, "blend", seen, rules.plateau_gain, "plateau" in rules.asks, what)]
+    length = rules.plateau_steps
+    while since <= (first := history.step - length):
+        window = {k: [p for p in points if p[0] >= first] for k, points in history.series.items() if k != "kl"}
+        most = max(map(len, window.values()), default=0)
+        whole = [points for points in window.values() if len(points) == most]
+        if most >= LEAST_BASELINE:
+            steps = [step for step, _ in whole[0]]
+            blend = [sum(points[i][1] for points in whole) / len(whole) for i in range(most)]
+            slope, deviation, dof = _line(steps, blend)
+            gain = slope * rules.plateau_steps
+            seen = gain + t_quantile(rules.plateau_sigma, dof) * deviation * rules.plateau_steps
+            if seen < rules.plateau_gain:
+                scores = f"{len(whole)} validation score{'s' if len(whole) > 1 else ''}"
+                what = (
+                    f"the mean of {scores} changed by {gain:+.3g} in {rules.plateau_steps} steps, at most {seen:+.3g}"
+                    f" (< {rules.plateau_gain:g}), by the last {length} steps"
+                )
+                asks = "plateau" in rules.asks
+                return [Finding("plateau", history.step, "blend", seen, rules.plateau_gain, asks, what)]
+        length *= 2
+    return []
 
 
 def _kl_spike(history: History, rules: ResetRulesConfig) -> list[Finding]:
@@ -361,6 +354,31 @@ def _bound(
         largest = max(sum(errors[step] ** 2 for step, _ in part) / len(part) for part in (points, judged) if part)
         bounds.append(sigmas * math.sqrt(largest))
     return min(bounds, default=None)
+
+
+def _line(steps: Sequence[int], values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the slope of the least-squares line, its standard deviation, and the degrees of freedom of the latter.
+
+    The line is fitted to means over blocks of equal length, `PLATEAU_BLOCKS` to twice as many, or to the values if
+    there are fewer.  Their noise is taken from the residuals, so it is that of scores on the same prompts, and of a
+    policy that wanders: the residuals' variance is multiplied by (1 + r) / (1 - r), with r their lag-one
+    autocorrelation, to which 4 / n is added, because a fitted line takes about as much from it.
+    """
+    size = max(1, len(values) // PLATEAU_BLOCKS)
+    begins = range(len(values) % size, len(values), size)
+    x = [sum(steps[i : i + size]) / size for i in begins]
+    y = [sum(values[i : i + size]) / size for i in begins]
+    n = len(x)
+    centre, level = sum(x) / n, sum(y) / n
+    spread = sum((a - centre) ** 2 for a in x)
+    slope = sum((a - centre) * b for a, b in zip(x, y, strict=True)) / spread
+    residuals = [b - level - slope * (a - centre) for a, b in zip(x, y, strict=True)]
+    squares = sum(e * e for e in residuals)
+    if squares == 0.0:
+        return slope, 0.0, n - 2.0
+    r = min(max(sum(a * b for a, b in pairwise(residuals)) / squares + 4.0 / n, 0.0), 0.95)
+    inflation = (1.0 + r) / (1.0 - r)
+    return slope, math.sqrt(squares / (n - 2) * inflation / spread), max(2.0, (n - 2) / inflation)
 
 
 def t_quantile(sigmas: float, dof: float) -> float:

@@ -1,8 +1,11 @@
 """Each rule for hard resets by hand-made histories, at its threshold and beside it."""
 
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
+from statistics import linear_regression, pvariance
 from typing import Any
 
 import pytest
@@ -126,35 +129,84 @@ class TestDrop:
 class TestPlateau:
     RULES = replace(RULES, plateau_steps=100, plateau_gain=0.02, plateau_sigma=2.0)
 
-    def bound(self, slope: float, start: float = 0.3) -> tuple[list[dict[str, Any]], float]:
-        """Eleven scores of a straight line, and what the rule must see after the last."""
-        lines = scores([start + slope * 10 * i for i in range(11)])
-        spread = sum((10 * i - 45) ** 2 for i in range(10))
-        return lines, slope * 100 + 2.0 * SE * 100 / math.sqrt(spread)
+    @staticmethod
+    def seen(lines: list[dict[str, Any]]) -> float:
+        """What the rule must see over all lines, by the normal equations and the formula for the residuals' noise."""
+        x = [line["step"] for line in lines]
+        y = [line["validation/math"] for line in lines]
+        slope, level = linear_regression(x, y)
+        residuals = [b - slope * a - level for a, b in zip(x, y, strict=True)]
+        n, squares = len(x), sum(e * e for e in residuals)
+        r = max(0.0, sum(a * b for a, b in pairwise(residuals)) / squares + 4 / n)
+        inflation = (1 + r) / (1 - r)
+        sd = math.sqrt(squares / (n - 2) * inflation / (n * pvariance(x)))
+        return 100 * (slope + t_quantile(2.0, max(2.0, (n - 2) / inflation)) * sd)
 
-    def test_at_the_threshold_and_beside_it(self) -> None:
-        spread = sum((10 * i - 45) ** 2 for i in range(10))
-        slope = (0.1 - 2.0 * SE * 100 / math.sqrt(spread)) / 100
-        rules = replace(self.RULES, plateau_gain=0.1)
-        assert told(self.bound(slope - 1e-6)[0], rules) == [("plateau", 110, "blend")]
-        assert told(self.bound(slope + 1e-6)[0], rules) == []
+    @pytest.mark.parametrize("slope", [-0.001, 0.0, 0.002])
+    def test_at_the_threshold_and_beside_it(self, slope: float) -> None:
+        """Eleven scores, so that none is averaged; those at both ends of the window count."""
+        noise = [0.01, -0.02, 0.0, 0.02, -0.01, 0.01, 0.0, -0.02, 0.02, 0.0, -0.01]
+        lines = scores([0.3 + slope * 10 * i + e for i, e in enumerate(noise)])
+        lines.insert(0, {"step": 9})  # the run begins before its first validation
+        seen = self.seen(lines[1:])
+        assert told(lines, replace(self.RULES, plateau_gain=seen + 1e-9)) == [("plateau", 110, "blend")]
+        assert told(lines, replace(self.RULES, plateau_gain=seen - 1e-9)) == []
 
-    def test_noise_that_hides_the_gain_says_nothing(self) -> None:
-        lines, seen = self.bound(0.0)
-        assert told(lines, replace(self.RULES, plateau_gain=seen * 1.01)) == [("plateau", 110, "blend")]
-        assert told(lines, replace(self.RULES, plateau_gain=seen * 0.99)) == []
+    def test_the_score_at_the_windows_first_step_counts(self) -> None:
+        lines = [{"step": 1}, *({"step": s, "validation/math": 0.5} for s in range(50, 201, 50))]
+        assert told(lines, replace(self.RULES, plateau_steps=150)) == [("plateau", 200, "blend")]
+
+    def test_noise_that_hides_the_gain_says_nothing_until_the_window_is_long(self) -> None:
+        draw = random.Random(1)
+        lines = scores([0.5 + draw.gauss(0.0, 0.02) for _ in range(80)])
+        [(_, step, _), *_] = told(lines, replace(self.RULES, plateau_sigma=4.5))
+        assert 200 < step <= 800
+        short = [line for line in lines if line["step"] <= step - 10]
+        assert told(short, replace(self.RULES, plateau_sigma=4.5)) == []
+
+    def test_the_scores_own_standard_errors_do_not_count(self) -> None:
+        """All validations have the same prompts, whose differences are in each standard error, not in the scatter."""
+        lines = scores([0.5] * 11)
+        assert replay(lines, self.RULES, {line["step"]: {"math": 9.0} for line in lines}) != []
+
+    def test_many_scores_are_averaged_in_blocks(self) -> None:
+        """31 scores are 15 pairs, of which the first score is left out."""
+        draw = random.Random(2)
+        lines = scores([0.3 + draw.gauss(0.0, 0.02) for _ in range(31)])
+        pairs = [
+            {key: (a[key] + b[key]) / 2 for key in ("step", "validation/math")}
+            for a, b in zip(lines[1::2], lines[2::2], strict=True)
+        ]
+        rules = replace(self.RULES, plateau_steps=300)
+        seen = 3 * self.seen(pairs)
+        lines.insert(0, {"step": 9})
+        assert told(lines, replace(rules, plateau_gain=seen + 1e-9)) == [("plateau", 310, "blend")]
+        assert told(lines, replace(rules, plateau_gain=seen - 1e-9)) == []
+
+    def test_a_gain_of_double_the_limit_is_no_plateau_and_none_at_all_is_one(self) -> None:
+        """As `benchmarks/triggers.py` has it at a validation every 25 steps."""
+        false, found = 0, 0
+        for trace in range(20):
+            draw = random.Random(f"steady {trace}")
+            noise = [draw.gauss(0.0, 0.009) for _ in range(120)]
+            for gain in (0.0, 0.04):
+                lines = [
+                    {"step": 25 * i, "validation/math": 0.3 + gain * 25 * i / 300 + e} for i, e in enumerate(noise, 1)
+                ]
+                plateaus = [f for f in replay(lines, RULES) if f.rule == "plateau"]
+                false, found = false + (gain > 0 and bool(plateaus)), found + (gain == 0 and bool(plateaus))
+        assert (false, found) == (0, 20)
 
     def test_the_window_must_fill_and_fills_anew_after_a_reset(self) -> None:
-        rules = replace(self.RULES, plateau_gain=0.1)
         lines = scores([0.5] * 30)
-        assert told(lines, rules) == [("plateau", s, "blend") for s in (110, 210)]
-        assert told(lines, rules, resets=[50]) == [("plateau", s, "blend") for s in (150, 250)]
+        assert told(lines, self.RULES) == [("plateau", s, "blend") for s in (110, 210)]
+        assert told(lines, self.RULES, resets=[50]) == [("plateau", s, "blend") for s in (150, 250)]
 
     def test_only_scores_measured_throughout_are_blended(self) -> None:
         lines = scores([0.5] * 11)
         for line in lines[6:]:
             line["validation/late"] = 0.01 * line["step"]  # would be a steep rise
-        assert told(lines, replace(self.RULES, plateau_gain=0.1), "math", "late") == [("plateau", 110, "blend")]
+        assert told(lines, self.RULES, "math", "late") == [("plateau", 110, "blend")]
 
 
 class TestKL:
@@ -241,7 +293,7 @@ def test_order_is_drop_by_name_plateau_kl_advice() -> None:
         if step % 10 == 0:
             line |= {f"validation/{n}": 0.5 if step < 110 else 0.2 for n in ("b", "a")}
         lines.append(line)
-    rules = replace(DROP, plateau_steps=120)
+    rules = replace(DROP, plateau_steps=120, plateau_sigma=0.0)
     assert [f"{r} {s}" for r, step, s in told(lines, rules, "a", "b") if step == 120] == [
         "validation_drop a",
         "validation_drop b",

@@ -217,7 +217,7 @@ def test_the_rules_findings_are_alarms_and_memory_that_runs_out_is_one(
     assert trainer.resets.done == []
     memory, plateau = run.alarms()
     assert memory == "2: memory will be full before the last step: rank-0"
-    assert plateau.startswith("4: plateau: the mean of 1 validation scores changed by")
+    assert plateau.startswith("4: plateau: the mean of 1 validation score changed by")
 
 
 def test_the_rules_reset_the_run_in_mode_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,7 +173,7 @@ class ResetRulesConfig:
     plateau_steps: int = key(300, "plateau: length of the shortest window, in steps", least=2)
     plateau_gain: float = key(0.02, "plateau: least gain of the mean validation score in plateau_steps", least=0)
     plateau_sigma: float = key(
-        4.5, "plateau: certainty that the gain is less, in standard deviations of its noise", least=0
+        5.0, "plateau: certainty that the gain is less, in standard deviations of its noise", least=0
     )
     kl_factor: float = key(3.0, "KL spike: threshold as a multiple of the median KL", above=1)
     kl_min: float = key(0.001, "KL spike: smallest KL that counts, nats per token", least=0)

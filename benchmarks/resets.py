@@ -1,4 +1,4 @@
-"""What hard resets are for (paper sections 3.3.1 and 4), as an experiment: four arms, three seeds, 3,000 steps each.
+"""What hard resets are for (paper sections 3.3.1 and 4), as an experiment: six arms, three seeds, 3,000 steps each.
 
     .venv/train/bin/python benchmarks/resets.py --pilot          the choice of the KL coefficient, on seed 1
     .venv/train/bin/python benchmarks/resets.py [--commit]       runs what benchmarks/results/resets.jsonl lacks
@@ -52,6 +52,8 @@ KL = "trainer.grpo.kl_coef=0.3"
 ARMS: dict[str, list[str]] = {
     "no reset": [KL],
     "reset every 500": [KL, "trainer.resets.every=500"],
+    "reset every 500, the reference alone": [KL, "trainer.resets.every=500", "trainer.resets.parts=reference"],
+    "reset every 500, the optimizer alone": [KL, "trainer.resets.every=500", "trainer.resets.parts=optimizer"],
     "reset by the rules": [KL, "trainer.resets.mode=auto"],
     "no reference": ["trainer.grpo.kl_coef=0"],
 }
@@ -109,7 +111,7 @@ def train(run: Path, overrides: list[str], steps: int) -> None:
 def run_arm(arm: str, seed: int, out: Path) -> dict[str, Any]:
     """Train one arm with one seed and evaluate its middle and its end; return its result."""
     base = base_of(seed, out)
-    run = out / f"{arm.replace(' ', '_')}-seed{seed}"
+    run = out / f"{arm.replace(',', '').replace(' ', '_')}-seed{seed}"
     overrides = overrides_of(base, seed, ARMS[arm])
     passes = {}
     for name, steps in (("base", 0), ("middle", MIDDLE), ("end", STEPS)):

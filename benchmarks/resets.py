@@ -84,7 +84,7 @@ def pass_at_k(model: Path, out: Path, seed: int) -> dict[str, dict[str, float]]:
     for name, generate in HELD_OUT.items():
         file = out.parent / f"{name}.yaml"
         file.write_text(
-            f"title: {name}\ndomain: puzzles\ntask: puzzles\nmetric: reward\ngenerate: {generate}\n"
+            f"title: {name}\ndomain: puzzles\ntask: puzzles\nmetric: reward\nsets: [laptop]\ngenerate: {generate}\n"
             "sampling: {samples: 256, temperature: 1.0, top_p: 1.0, context: 128, max_response: 16}\n"
         )
         names.append(str(file))

@@ -26,6 +26,8 @@ from typing import Any
 from ablations import prorl, with_error
 from machine import describe
 
+from nemo_prorl.algorithms.reset_rules import replay
+from nemo_prorl.config import ResetRulesConfig
 from nemo_prorl.report.forecast import Segment, backtests
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,6 +70,7 @@ HELD_OUT = {
 }
 TRAINED = ("laptop_chain_sum", "laptop_spell_backward", "laptop_aiw", "laptop_gcd", "laptop_arithmetic")
 SAMPLES = 256
+T95 = {2: 12.706, 3: 4.303}  # Student's t, 95 % on both sides, by the number of seeds
 
 
 def base_of(seed: int, out: Path) -> Path:
@@ -149,7 +152,6 @@ def curves(run: Path) -> dict[str, Any]:
             step: {name: round(task["mean"], 4) for name, task in event["tasks"].items()}
             for step, event in sorted(validations.items())
         },
-        "plateaus": plateaus(run),
         "resets": sorted({event["step"] for event in events if event["event"] == "reset_commit"}),
         "tokens": int(sum(line.get("rollout/generated_tokens") or 0 for line in lines)),
         "means": means,
@@ -157,12 +159,15 @@ def curves(run: Path) -> dict[str, Any]:
     }
 
 
-def plateaus(run: Path) -> list[int]:
+def plateaus(result: dict[str, Any]) -> list[int]:
     """Return the steps at which the plateau rule finds that a run stagnates; after a find, the rule waits."""
-    command = [str(Path(sys.executable).with_name("prorl")), "replay", str(run), "--mode", "advise", "--json"]
-    text = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
-    findings = [json.loads(line) for line in text.splitlines()]
-    return [finding["step"] for finding in findings if finding["rule"] == "plateau"]
+    lines = [
+        {"step": int(step), **{f"validation/{name}": mean for name, mean in tasks.items()}}
+        for step, tasks in result["tasks"].items()
+        if int(step) > 0
+    ]
+    found = replay(lines, ResetRulesConfig(), resets=result["resets"])
+    return [finding.step for finding in found if finding.rule == "plateau"]
 
 
 def results() -> list[dict[str, Any]]:
@@ -221,6 +226,15 @@ def after_resets(found: list[dict[str, Any]], arm: str) -> list[float]:
     return gains
 
 
+def with_interval(pairs: list[float]) -> str:
+    """Return the mean of differences between twins and its 95 % interval by Student's t; of one seed the difference."""
+    mean = statistics.mean(pairs)
+    if len(pairs) < 2:
+        return f"{mean:+.3f}"
+    half = T95[len(pairs)] * statistics.stdev(pairs) / math.sqrt(len(pairs))
+    return f"{mean:+.3f} ({mean - half:+.3f} to {mean + half:+.3f})"
+
+
 def table(found: list[dict[str, Any]]) -> str:
     """Return Markdown: the pilot, the arms, and pass@k of their base, middle and end."""
     last = range(STEPS - 3 * EVERY, STEPS + 1, EVERY)
@@ -232,7 +246,7 @@ def table(found: list[dict[str, Any]]) -> str:
         lines.append(f"| {result['arm'].split()[1]} | {score(result, ends):.3f} | {kl:.3f} |")
     lines += [
         "",
-        "| arm | seeds | score at the end | against no reset | stagnates at | resets | gain after a reset | tokens |",
+        "| arm | seeds | score at the end | against no reset, 95 % | stagnates at | resets | gain after a reset | tokens |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for arm in ARMS:
@@ -243,8 +257,8 @@ def table(found: list[dict[str, Any]]) -> str:
                 arm,
                 str(len(mine)),
                 with_error([score(r, last) for r in mine], ".3f"),
-                with_error(pairs, "+.3f") if arm != "no reset" and pairs else "-",
-                ", ".join(str(r["plateaus"][0]) if r["plateaus"] else "not" for r in mine),
+                with_interval(pairs) if arm != "no reset" and pairs else "-",
+                ", ".join(str(next(iter(plateaus(r)), "not")) for r in mine),
                 ", ".join(str(len(r["resets"])) for r in mine),
                 with_error(gains, "+.3f") if gains else "-",
                 f"{statistics.mean(r['tokens'] for r in mine) / 1e6:.2f} M",

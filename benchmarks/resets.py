@@ -246,7 +246,7 @@ def table(found: list[dict[str, Any]]) -> str:
         lines.append(f"| {result['arm'].split()[1]} | {score(result, ends):.3f} | {kl:.3f} |")
     lines += [
         "",
-        "| arm | seeds | score at the end | against no reset, 95 % | stagnates at | resets | gain after a reset | tokens |",
+        "| arm | seeds | score at the end | against no reset | stagnates at | resets | gain of a reset | tokens |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for arm in ARMS:

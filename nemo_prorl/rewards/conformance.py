@@ -211,11 +211,13 @@ def _outcome_of(verdict: Verdict | None) -> str:
     """Return the outcome of a request, given its verdict.
 
     The outcome is "judged", "invalid", "timeout", "raised" (an exception), "died" (the worker), "form" (a malformed
-    result), "killed" (over the time budget) or "untried" (there is no verdict).
+    result), "killed" (over the time budget, or no verdict for several times as long) or "untried" (not sent).
     """
     if verdict is None:
         return "untried"
-    if verdict["failure"] == "timeout" and ": over the time budget of" in verdict["detail"]:
+    if verdict["failure"] and any(
+        text in verdict["detail"] for text in (": over the time budget of", ": no verdict after")
+    ):
         return "killed"
     if verdict["failure"] != "infrastructure":
         return verdict["failure"] or "judged"

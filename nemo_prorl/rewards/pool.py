@@ -4,9 +4,11 @@ Each worker has a separate socket, so the death of a worker affects only the req
 is not used because its workers share one channel and one lock: the death of an idle worker, or of the worker that owns
 the lock, breaks the whole pool.
 
-* A worker over its time budget is killed; the verdict is "timeout" (score 0).
-* If a worker dies for another reason or sends a malformed verdict, the verdict is "infrastructure" (score null), and
-  the caller retries the request.
+* A worker that used up its budget of CPU time is killed; the verdict is "timeout" (score 0).
+* A worker without a verdict after WALL_FACTOR times the budget of wall time, which did not use up its CPU time, is
+  killed, too: the plugin hangs, or the machine is too busy.  The verdict is "infrastructure" (score null).  Up to
+  QUEUED_S of waiting for a busy CPU come on top.
+* If a worker dies or sends a malformed verdict, the verdict is "infrastructure", too.  The caller retries the request.
 
 Each message on a socket is one line of JSON in ASCII, because UTF-8 cannot encode lone surrogates.
 """
@@ -24,18 +26,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import psutil
-
 from nemo_prorl import stacks
 from nemo_prorl.errors import RewardFailure
+from nemo_prorl.rewards import processes
 from nemo_prorl.rewards.interface import RewardRequest, Verdict, failed_verdict, read_verdict
+from nemo_prorl.rewards.processes import QUEUED_S
 from nemo_prorl.tracing import RECORDER
 
 _log = logging.getLogger(__name__)
 
 MAX_QUEUE = 8192  # maximum waiting requests per plugin
 STARTUP_S = 120.0  # seconds for a worker to start and run `prepare`
-WALL_FACTOR = 4.0  # limit of wall time per request, as a multiple of the CPU budget
+WALL_FACTOR = 4.0  # limit of wall time per request, as a multiple of the CPU budget, without waiting for a busy CPU
 KEPT_VARIABLES = (
     *("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH"),
     stacks.VARIABLE,
@@ -52,10 +54,11 @@ class PoolSpec:
     plugin: str
     settings: dict[str, Any]
     workers: int
-    budget_s: float  # CPU seconds per request
+    budget_s: float  # CPU seconds per request, of the worker and of the processes that it starts
     max_queue: int = MAX_QUEUE
     memory_mb: int = 4096  # MiB of private memory per worker
     hash_seed: int = 0  # PYTHONHASHSEED of the workers; the conformance kit checks that verdicts do not depend on it
+    sandboxed: bool = False  # its processes are the sandbox, which limits its programs: they have no part in the budget
     unsafe_no_sandbox: bool = False  # if no sandbox works on this machine, run model-written code without one
 
 
@@ -97,7 +100,6 @@ class _Worker:
     ) -> None:
         self.process, self._reader, self._writer = process, reader, writer
         self.ended = asyncio.ensure_future(process.wait())
-        self._seen: psutil.Process | None = None
 
     @classmethod
     async def start(cls, spec: PoolSpec) -> "_Worker":
@@ -140,11 +142,6 @@ class _Worker:
     def alive(self) -> bool:
         return not self.ended.done()
 
-    def _cpu_seconds(self) -> float:
-        self._seen = self._seen or psutil.Process(self.process.pid)
-        times = self._seen.cpu_times()
-        return float(times.user + times.system)
-
     async def receive(self) -> Any:
         """Return the next message.  Raises WorkerGone if the worker is dead or sent a line that is not JSON."""
         try:
@@ -158,30 +155,35 @@ class _Worker:
         except (ValueError, RecursionError) as error:
             raise WorkerGone(f"worker sent {line[:80]!r}, which is not JSON") from error
 
-    async def judge(self, job: _Job, budget_s: float) -> Verdict:
+    async def judge(self, job: _Job, spec: PoolSpec) -> Verdict:
         """Send one request to the worker and return its verdict.
 
-        The budget counts CPU time, so that a busy machine does not turn right answers into timeouts.  A plugin that
-        sleeps instead of computing is stopped after WALL_FACTOR times the budget.
+        The budget counts CPU time, so that a busy machine does not turn right answers into timeouts.
 
         Raises:
-            WorkerGone: The worker died, exceeded its budget or sent a malformed verdict.  The caller must kill it.
+            WorkerGone: The worker died, used up its CPU time ("timeout"), gave no verdict for WALL_FACTOR times the
+                budget, or sent a malformed verdict.  The caller must kill it.
         """
         self._writer.write(job.line)
         receiving = asyncio.ensure_future(self.receive())
-        started, wait = asyncio.get_running_loop().time(), budget_s
+        pid, families, budget_s = self.process.pid, not spec.sandboxed, spec.budget_s
+        started, wait, wall_s = asyncio.get_running_loop().time(), budget_s, WALL_FACTOR * budget_s
         try:
-            spent = self._cpu_seconds()
+            cpu_s, queued_s = processes.cpu_s(pid, families), processes.queued_s(pid)
             while not (await asyncio.wait({receiving}, timeout=wait))[0]:
                 elapsed = asyncio.get_running_loop().time() - started
-                used = self._cpu_seconds() - spent
-                if used >= 0.98 * budget_s or elapsed >= WALL_FACTOR * budget_s:
-                    raise WorkerGone(f"over the time budget of {budget_s:g} s", "timeout")
-                wait = max(0.02, min(budget_s - used, WALL_FACTOR * budget_s - elapsed))
+                used = processes.cpu_s(pid, families) - cpu_s
+                if used >= 0.98 * budget_s:
+                    raise WorkerGone(f"over the time budget of {budget_s:g} s of CPU", "timeout")
+                queued = processes.queued_s(pid) - queued_s
+                left = wall_s + min(QUEUED_S, queued) - elapsed
+                if left <= 0:
+                    raise WorkerGone(_why_late(pid, elapsed, used, budget_s, queued))
+                wait = max(0.02, min(budget_s - used, left))
             return read_verdict(receiving.result(), job.request.id)
         except ValueError as error:
             raise WorkerGone(f"the plugin returned a verdict of a wrong form: {error}") from error
-        except psutil.NoSuchProcess as error:
+        except OSError as error:
             raise WorkerGone(_DIED) from error
         finally:
             receiving.cancel()
@@ -192,6 +194,20 @@ class _Worker:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
         self._writer.close()
+
+
+def _why_late(pid: int, elapsed: float, used: float, budget_s: float, queued: float) -> str:
+    """Return why a worker that is still within its CPU time gave no verdict, as text that names the likely cause."""
+    if processes.is_stopped(pid):
+        cause = "its process is stopped"
+    elif queued >= (elapsed - used) / 2:
+        cause = "the machine is too busy"
+    else:
+        cause = "the plugin waits for something else"
+    return (
+        f"no verdict after {elapsed:.1f} s, of which its worker computed for {used:.1f} s (budget: {budget_s:g} s) and"
+        f" waited {queued:.1f} s for a busy CPU: {cause}"
+    )
 
 
 class PluginPool:
@@ -319,7 +335,7 @@ class PluginPool:
         loop = asyncio.get_running_loop()
         started, score = loop.time(), None
         try:
-            verdict = await worker.judge(job, self.spec.budget_s)
+            verdict = await worker.judge(job, self.spec)
             self.stats.on_seconds(loop.time() - started)
             score = verdict["score"]
             self._answer(job, verdict)

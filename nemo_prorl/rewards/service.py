@@ -4,6 +4,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from nemo_prorl.deadlines import Deadline
@@ -65,7 +66,8 @@ def plan_pools(
     for name, count in shares.items():
         budget = make_plugin(classes[name], settings.get(name)).time_budget_s
         own = dict(settings.get(name, {}))
-        specs.append(PoolSpec(name, own, count, budget, max_queue, memory_mb, unsafe_no_sandbox=unsafe_no_sandbox))
+        spec = PoolSpec(name, own, count, budget, max_queue, memory_mb, unsafe_no_sandbox=unsafe_no_sandbox)
+        specs.append(replace(spec, sandboxed=classes[name].needs_sandbox))
     if not on_demand and any(plugin.needs_sandbox for plugin in classes.values()):
         check_sandbox(unsafe_no_sandbox)
     return specs

@@ -201,6 +201,7 @@ class Collector:
         tolerance = self.cfg.trainer.grpo.dynamic_sampling.tolerance
         kept = sampler.decide(_carries_signal(group, tolerance), usable=_can_teach(group))
         batch.tasks.setdefault(group.task, TaskTally()).add(group, kept, tolerance)
+        batch.unjudged = batch.unjudged or group.unjudged
         rate = self.cfg.data.retire_rate
         mastered = rate < 1.0 and group.mean_reward >= rate - tolerance  # false for nan
         batch.outcomes.append((group.prompt_id, "solved" if mastered else group.outcome(tolerance)))

@@ -54,6 +54,11 @@ class Group:
         return [0.0 if verdict["score"] is None else float(verdict["score"]) for verdict in self.verdicts]
 
     @property
+    def unjudged(self) -> str:
+        """Return why the first response without a reward has none; empty if all have one."""
+        return next((verdict["detail"] for verdict in self.verdicts if verdict["score"] is None), "")
+
+    @property
     def mean_reward(self) -> float:
         """Return the mean raw reward of the valid responses; nan if none is valid."""
         rewards = [score for score, valid in zip(self.scores, self.valid, strict=True) if valid]
@@ -172,6 +177,7 @@ class CollectedBatch:
     second: dict[str, int] = field(default_factory=dict)  # counts of `rewards.second` by judged/TASK, disagreed/TASK
     disagreements: list[dict[str, Any]] = field(default_factory=list)  # the first of them, with texts
     dropped: list[Group] = field(default_factory=list)  # dropped groups among the first `save_rollout_groups`
+    unjudged: str = ""  # why the first response without a verdict has none; empty: all of the decided groups have one
 
     @property
     def full(self) -> bool:

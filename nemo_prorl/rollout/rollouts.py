@@ -17,7 +17,7 @@ from nemo_prorl.leader import Leader, LeaderOnly
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.rewards.canaries import BOUND, CanaryWatch
 from nemo_prorl.rollout.collector import Collector, CollectorState
-from nemo_prorl.rollout.groups import CollectedBatch
+from nemo_prorl.rollout.groups import CollectedBatch, TaskTally
 from nemo_prorl.rollout.overlap import OneStepOff
 from nemo_prorl.rollout.report import report_rollout
 from nemo_prorl.rollout.weights import WeightStore, weights_folder
@@ -135,6 +135,7 @@ class Rollouts:
                 f"the verifier of task {task} errs on responses whose verdict is known: {errors};"
                 f" {BOUND:g} is tolerated",
             )
+        self._tell_unjudged(step, batch)
         if self._cfg.rollout.sleep is not None:
             metrics.put("time/rollout/sleep_s", self.sleep())
         if self._cfg.data.retire_after is not None:
@@ -144,6 +145,13 @@ class Rollouts:
         if self._collects_ahead(step):
             self.collector.call(lambda collector: _one_step_off(collector).begin_next(step + 1, step - 1))
         return mine
+
+    def _tell_unjudged(self, step: int, batch: CollectedBatch) -> None:
+        """Raise an alarm for the responses of a step without a verdict, unless the step before had some, too."""
+        if batch.unjudged and not any(line.get("rollout/masked") for line in self._records.lines()[-1:]):
+            total = TaskTally.total(batch.tasks.values())
+            masked = f"{total.masked} of {total.responses} responses have no verdict and are masked"
+            self._records.alarm(step, f"{masked}; the first: {batch.unjudged}")
 
     def _recycle(self, step: int, limit_gb: float) -> None:
         """Have an engine restarted that is larger than rollout.recycle_gb, on rank 0; alarm if that does not help."""

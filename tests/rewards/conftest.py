@@ -1,11 +1,12 @@
 """Installed-looking plugins that misbehave in known ways, and helpers to start a real reward server."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from nemo_prorl.deadlines import Deadline
 ROOT = Path(__file__).resolve().parents[2]
 
 PLUGINS = '''
-import os, signal, sys, time
+import os, select, signal, subprocess, sys, time
 from nemo_prorl.rewards.interface import InvalidAnswer, RewardPlugin, RewardResult
 
 class Echo(RewardPlugin):
@@ -41,8 +42,16 @@ class Odd(RewardPlugin):
             raise InvalidAnswer("not a number")
         if word == "sleep":
             time.sleep(60)
+        if word == "select":
+            select.select([], [], [], 60)
         if word == "spin":
             while True:
+                pass
+        if word == "child spins":
+            subprocess.run([sys.executable, "-S", "-c", "while True: pass"])
+        if word == "0.25 s":
+            end = time.process_time() + 0.25
+            while time.process_time() < end:
                 pass
         if word == "die":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -54,11 +63,13 @@ class Odd(RewardPlugin):
         odd = {"two": 2.0, "nan": float("nan"), "text": "1", "true": True}
         if word == "none":
             return None
-        if word == "die_once":
+        if word in ("die_once", "hang_once"):
             try:
                 os.close(os.open(request.meta["flag"], os.O_CREAT | os.O_EXCL))
             except FileExistsError:
                 return RewardResult(score=1.0)
+            if word == "hang_once":
+                time.sleep(60)
             os.kill(os.getpid(), signal.SIGKILL)
         return RewardResult(score=odd.get(word, 1.0))
 '''
@@ -105,6 +116,25 @@ def _use(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def request_of(task: str, response: str, name: str = "r", **more: Any) -> dict[str, Any]:
     base = {"id": name, "task": task, "prompt": "?", "truth": {}, "response": response, "finished": True}
     return {**base, "source": "test", "meta": {}, **more}
+
+
+@contextlib.contextmanager
+def sharing_one_cpu(pids: Iterable[int], others: int = 5) -> Iterator[None]:
+    """These processes share one CPU with `others` that spin."""
+    all_cpus, pids = os.sched_getaffinity(0), list(pids)
+    spin = [sys.executable, "-S", "-c", "while True: pass"]
+    spinning = [subprocess.Popen(spin, start_new_session=True) for _ in range(others)]
+    try:
+        for pid in [*pids, *(other.pid for other in spinning)]:
+            os.sched_setaffinity(pid, {min(all_cpus)})
+        yield
+    finally:
+        for other in spinning:
+            other.kill()
+            other.wait()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):  # it was replaced
+                os.sched_setaffinity(pid, all_cpus)
 
 
 def children_of(pid: int) -> set[int]:

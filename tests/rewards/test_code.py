@@ -9,9 +9,11 @@ import pytest
 from prorl_reward_code.compare import equal, same_text, same_value
 from prorl_reward_code.extract import program_of
 from prorl_reward_code.plugin import MAX_SOURCE_CHARS, CodeReward
-from prorl_reward_code.truth import check, names_called
+from prorl_reward_code.truth import MAX_TIME_LIMIT_S, check, names_called
 
 from nemo_prorl.rewards.interface import RewardRequest, RewardResult
+from nemo_prorl.rewards.pool import WALL_FACTOR
+from nemo_prorl.rewards.sandbox import client
 from nemo_prorl.rewards.sandbox.levels import open_sandbox
 
 pytestmark = pytest.mark.starts
@@ -340,6 +342,11 @@ def test_all_tests_together_have_one_time_limit(code: CodeReward) -> None:
     assert (late.score, late.correct, late.failure) == (0.0, False, "timeout")
     assert late.detail == "over the time limit of 0.8 s"
     assert time.monotonic() - began < 10.0
+
+
+def test_the_sandbox_decides_on_a_slow_program_before_the_worker_is_given_up() -> None:
+    most = MAX_TIME_LIMIT_S + client.EXTRA_TIME_S + client.QUEUED_S + client.ANSWER_S + 1.0  # s, to compare tests
+    assert WALL_FACTOR * CodeReward.Config().time_budget_s > most
 
 
 def test_input_and_output_may_be_lists_of_lines(code: CodeReward) -> None:

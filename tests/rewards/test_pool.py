@@ -19,7 +19,7 @@ from nemo_prorl.rewards.discovery import discover
 from nemo_prorl.rewards.interface import RewardRequest, Verdict
 from nemo_prorl.rewards.pool import PluginPool, PoolSpec
 from nemo_prorl.rewards.service import RewardService, plan_pools
-from tests.rewards.conftest import is_alive
+from tests.rewards.conftest import is_alive, sharing_one_cpu
 from tests.rewards.conftest import request_of as json_of
 
 pytestmark = pytest.mark.starts
@@ -70,12 +70,13 @@ def test_a_plugin_that_raises_is_infrastructure_and_named(plugins: Path) -> None
     with_pool(steps, budget_s=20, memory_mb=512)
 
 
-@pytest.mark.parametrize("how", ["sleep", "spin"])
-def test_a_plugin_that_hangs_is_a_timeout_and_the_worker_is_replaced(plugins: Path, how: str) -> None:
+@pytest.mark.parametrize("how", ["spin", "child spins"])
+def test_a_plugin_that_uses_up_its_cpu_time_is_a_timeout_and_the_worker_is_replaced(plugins: Path, how: str) -> None:
     async def steps(pool: PluginPool) -> None:
         (before,) = (worker.process.pid for worker in pool.workers)
         verdict = await judged(pool, how)
         assert (verdict["score"], verdict["correct"], verdict["failure"]) == (0.0, False, "timeout")
+        assert verdict["detail"] == "plugin 'odd': over the time budget of 0.4 s of CPU"
         assert (await judged(pool, "fine"))["score"] == 1.0
         (after,) = (worker.process.pid for worker in pool.workers)
         assert after != before
@@ -83,6 +84,63 @@ def test_a_plugin_that_hangs_is_a_timeout_and_the_worker_is_replaced(plugins: Pa
         assert pool.stats.workers_lost == 1
 
     with_pool(steps)
+
+
+@pytest.mark.parametrize("how", ["sleep", "select"])
+def test_a_plugin_that_hangs_is_infrastructure_and_the_worker_is_replaced(
+    plugins: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def steps(pool: PluginPool) -> None:
+        (before,) = (worker.process.pid for worker in pool.workers)
+        verdict = await judged(pool, how)
+        assert (verdict["score"], verdict["correct"], verdict["failure"]) == (None, None, "infrastructure")
+        assert verdict["detail"].startswith("plugin 'odd': no verdict after ")
+        assert verdict["detail"].endswith("for a busy CPU: the plugin waits for something else")
+        assert verdict["detail"].removeprefix("plugin 'odd': ") in caplog.text
+        assert (await judged(pool, "fine"))["score"] == 1.0
+        assert not is_alive(before)
+        assert (pool.stats.workers_lost, pool.stats.outcomes["infrastructure"]) == (1, 1)
+
+    with_pool(steps)
+
+
+def test_a_worker_that_is_stopped_gives_no_score(plugins: Path) -> None:
+    async def steps(pool: PluginPool) -> None:
+        (worker,) = pool.workers
+        os.kill(worker.process.pid, signal.SIGSTOP)
+        verdict = await judged(pool, "fine")
+        assert (verdict["score"], verdict["failure"]) == (None, "infrastructure")
+        assert verdict["detail"].endswith(": its process is stopped")
+        assert (await judged(pool, "fine"))["score"] == 1.0
+
+    with_pool(steps)
+
+
+def test_a_worker_without_a_cpu_gives_no_score(plugins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets a sixteenth of a CPU, so it cannot use up its second of CPU time in the 4.5 that it has."""
+    monkeypatch.setattr("nemo_prorl.rewards.pool.QUEUED_S", 0.5)
+
+    async def steps(pool: PluginPool) -> None:
+        (worker,) = pool.workers
+        with sharing_one_cpu([worker.process.pid], others=15):
+            verdict = await judged(pool, "spin")
+        assert (verdict["score"], verdict["failure"]) == (None, "infrastructure")
+        assert verdict["detail"].endswith(": the machine is too busy")
+
+    with_pool(steps, budget_s=1.0)
+
+
+def test_waiting_for_a_busy_cpu_is_not_the_plugin_s_time(plugins: Path) -> None:
+    """The verdict takes longer than four times its budget, and comes."""
+
+    async def steps(pool: PluginPool) -> None:
+        (worker,) = pool.workers
+        with sharing_one_cpu([worker.process.pid]):
+            verdict = await judged(pool, "0.25 s")
+        assert verdict["score"] == 1.0
+        assert pool.stats.workers_lost == 0
+
+    with_pool(steps, budget_s=0.3)
 
 
 def test_requests_sent_along_with_a_hanging_one_are_judged(plugins: Path) -> None:
@@ -131,14 +189,15 @@ def test_a_worker_that_answers_nonsense_is_replaced(plugins: Path, line: str, sa
     with_pool(steps, budget_s=30)
 
 
-def test_who_has_workers_of_their_own_judges_again_when_one_dies(plugins: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["die_once", "hang_once"])
+def test_who_has_workers_of_their_own_judges_again_when_one_fails(plugins: Path, tmp_path: Path, how: str) -> None:
     """`prorl data prepare` by `failures`; `prorl rewards score` and `prorl reverify` by `in_order`."""
     record: PromptRecord = {"id": "a", "task": "odd", "prompt": "?", "truth": {}, "meta": {"flag": str(tmp_path / "1")}}
-    assert failures([record], ["die_once"], 1, True) == {}
+    assert failures([record], [how], 1, True) == {}
     registry = discover()
 
     async def one() -> AsyncIterator[RewardRequest]:
-        yield request_of("odd", "die_once", meta={"flag": str(tmp_path / "2")})
+        yield request_of("odd", how, meta={"flag": str(tmp_path / "2")})
 
     async def main() -> list[Verdict]:
         service = RewardService(plan_pools(registry, ["odd"], 1), registry)

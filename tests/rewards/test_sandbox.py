@@ -21,7 +21,7 @@ from nemo_prorl.rewards.interface import Program, ProgramRun
 from nemo_prorl.rewards.sandbox import folders, levels, syscalls
 from nemo_prorl.rewards.sandbox.client import ProcessSandbox, SandboxFailure
 from nemo_prorl.rewards.sandbox.zygote import empty_folder
-from tests.rewards.conftest import ROOT, children_of, is_alive
+from tests.rewards.conftest import ROOT, children_of, is_alive, sharing_one_cpu
 
 pytestmark = pytest.mark.starts
 
@@ -160,24 +160,55 @@ def test_a_busy_machine_is_not_the_program_s_fault(box: ProcessSandbox) -> None:
     """A good program that gets a sixth of a CPU, and so takes longer than its time limit, is judged right."""
     assert run(box, ADD, "1 2").outputs == (b"3\n",)
     assert box._process is not None
-    processes, all_cpus = below(box._process.pid), os.sched_getaffinity(0)
-    cpu = min(all_cpus)
-    spin = [sys.executable, "-c", "while True: pass"]
-    others = [subprocess.Popen(spin, start_new_session=True) for _ in range(5)]
-    try:
-        for pid in [*processes, *(other.pid for other in others)]:
-            os.sched_setaffinity(pid, {cpu})
+    with sharing_one_cpu(below(box._process.pid)):
         began = time.monotonic()
         busy = "import time\nwhile time.process_time() < 0.3: pass\nprint(1)\n"
         assert run(box, busy, time_limit_s=0.8).outputs == (b"1\n",)
         assert time.monotonic() - began > 0.8
         assert run(box, "while True: pass", time_limit_s=0.2).over_time
-    finally:
-        for other in others:
-            other.kill()
-            other.wait()
-        for pid in processes:
-            os.sched_setaffinity(pid, all_cpus)
+
+
+def test_a_program_that_gets_no_cpu_for_long_is_not_judged(
+    box: ProcessSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nemo_prorl.rewards.sandbox.client.QUEUED_S", 0.3)
+    busy = "import time\nwhile time.process_time() < 1.5: pass\nprint(1)\n"
+    assert run(box, ADD, "1 2").outputs == (b"3\n",)
+    assert box._process is not None
+    with sharing_one_cpu(below(box._process.pid)), pytest.raises(SandboxFailure, match="the machine is too busy"):
+        run(box, busy, time_limit_s=2.0)
+    assert run(box, ADD, "1 2").outputs == (b"3\n",)
+
+
+BUSY = "import time\nwhile time.process_time() < 0.5: pass\nprint(1)\n"
+
+
+@pytest.mark.parametrize("all_of_them", [False, True])
+def test_a_program_that_is_stopped_from_outside_is_judged(box: ProcessSandbox, all_of_them: bool) -> None:
+    """It alone, until its time is over; or everything, as when a job is suspended, and all goes on later."""
+    assert run(box, ADD, "1 2").outputs == (b"3\n",)
+    assert box._process is not None
+    keeper = box._process.pid
+    idle = below(keeper)
+
+    def stop() -> None:
+        Deadline(20, "the program").wait_until(lambda: below(keeper) > idle)
+        stopped = below(keeper) if all_of_them else below(keeper) - idle
+        for pid in sorted(stopped):
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(2.5 if all_of_them else 0.0)
+        for pid in stopped if all_of_them else ():
+            os.kill(pid, signal.SIGCONT)
+
+    stopper = threading.Thread(target=stop)
+    stopper.start()
+    answer = run(box, BUSY, time_limit_s=1.0)
+    stopper.join()
+    assert answer.outputs == (b"1\n",), answer
+
+
+def test_a_program_that_stops_itself_is_over_its_time(box: ProcessSandbox) -> None:
+    assert run(box, "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)\nprint(1)", time_limit_s=0.3).over_time
 
 
 def below(pid: int) -> set[int]:

@@ -271,6 +271,7 @@ def test_a_missing_verdict_masks_its_response_only() -> None:
         assert sum(group.scores) == 1
     assert batch.tasks["a"].masked == 2 * batch.tasks["a"].decided
     assert batch.tasks["a"].mean_score == 0.5  # of those judged
+    assert batch.unjudged == "the scorer broke"
     for enabled in (True, False):  # fewer than 2 valid responses: dropped, in static sampling too
         dynamic = DynamicSamplingConfig(max_draw_factor=2, enabled=enabled)
         (batch,), _, _ = collected(Simulated(), Broken(3), config(100, dynamic_sampling=dynamic))

@@ -160,6 +160,25 @@ class OneBatch:
         return None
 
 
+def test_responses_without_a_verdict_are_an_alarm_once_in_a_row_of_steps() -> None:
+    alarms: list[tuple[int, str]] = []
+    lines: list[dict[str, Any]] = []
+    cfg = Config()
+    cfg.rollout.sleep = None
+    records = SimpleNamespace(alarm=lambda step, what: alarms.append((step, what)), lines=lambda: lines)
+    for step, masked in enumerate([0, 2, 1, 0, 1], 1):
+        tasks = {"a": TaskTally(judged=8 - masked, masked=masked), "b": TaskTally(judged=4)}
+        leader: Any = OneBatch(CollectedBatch(step, 0, 1, tasks=tasks, unjudged="it hung" if masked else ""))
+        metrics = Metrics(step, "none")
+        Rollouts(cfg, Path("run"), None, None, leader, records, None).collect(metrics)  # type: ignore[arg-type]
+        lines.append(metrics.as_json())
+    assert alarms == [
+        (2, "2 of 12 responses have no verdict and are masked; the first: it hung"),
+        (5, "1 of 12 responses have no verdict and are masked; the first: it hung"),
+    ]
+    assert [line["rollout/masked"] for line in lines] == [0, 2, 1, 0, 1]
+
+
 def test_a_verifier_that_errs_on_canaries_is_an_alarm_also_across_a_resume() -> None:
     alarms: list[tuple[int, str]] = []
     lines: list[dict[str, Any]] = []

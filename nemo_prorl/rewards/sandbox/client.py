@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from nemo_prorl.errors import RewardFailure
+from nemo_prorl.rewards import processes
 from nemo_prorl.rewards.interface import Program, ProgramRun
+from nemo_prorl.rewards.processes import QUEUED_S
 from nemo_prorl.rewards.sandbox import folders
 from nemo_prorl.rewards.sandbox.runner import ProgramLimits
 from nemo_prorl.rewards.sandbox.zygote import MESSAGE_BYTES, STACK_MB, SandboxPlan
@@ -32,7 +34,6 @@ OUTPUT_MB_PER_CHILD = 512  # for all tests of a child: with large outputs, fewer
 KEPT_OUTPUT = 1 << 20  # bytes: a wrong output is kept only up to this size
 EXTRA_TIME = 0.5  # share of the time limit that repeated tests may take together, at most EXTRA_TIME_S
 EXTRA_TIME_S = 2.0
-QUEUED_S = 30.0  # seconds of waiting for a CPU on a busy machine that do not count as a program's time
 START_S, ANSWER_S = 30.0, 5.0
 THREADS, DESCRIPTORS = 256, 512
 _WATCH_S = 0.01
@@ -151,12 +152,14 @@ class ProcessSandbox:
     def run(self, program: Program, passes: Callable[[int, bytes], bool]) -> ProgramRun:
         """Run a program (see `interface.Sandbox.run`).  If the sandbox process breaks, restart it and try once more.
 
-        Raises SandboxFailure if the process cannot be restarted, or if both tries break the process and a known program
-        fails, too.
+        Raises SandboxFailure if the process cannot be restarted, if both tries break the process and a known program
+        fails, too, or if the program waited over QUEUED_S for a busy CPU.
         """
         for _ in range(2):
             try:
                 return _ProgramRun(self, program, passes).result()
+            except SandboxFailure:  # also an OSError
+                raise
             except (_Broken, OSError):
                 self.close()
                 self.start()
@@ -260,7 +263,7 @@ class ProcessSandbox:
                     if "watch" in answer:
                         watched = fds[0]
                     elif "queued" in answer:
-                        self._socket.send(json.dumps({"queued_s": folders.queued_s(fds[0])}).encode())
+                        self._socket.send(json.dumps(_waiting(fds[0])).encode())
                         os.close(fds[0])
                     else:
                         child = _child_of(answer)
@@ -274,6 +277,12 @@ class ProcessSandbox:
         finally:
             if watched >= 0:
                 os.close(watched)
+
+
+def _waiting(pidfd: int) -> dict[str, Any]:
+    """Return how long the first thread of a child waited for a CPU, and whether the child is stopped."""
+    pid = folders.pid_behind(pidfd)
+    return {"queued_s": processes.queued_s(pid), "stopped": processes.is_stopped(pid)}
 
 
 def _child_of(answer: dict[str, Any]) -> _Child:
@@ -381,7 +390,7 @@ class _ProgramRun:
             child = self._child(at, count, job, code, max(0.01, self._left_s), go_on)
             if child.compiled is not True:
                 return self._finished(refused=self._why_not_compiled(child))
-            if child.killed == "time" or child.used_s >= self._left_s:
+            if child.killed in ("time", "stopped") or child.used_s >= self._left_s:
                 return self._finished(over_time=True)
             self._left_s -= child.used_s
             at = self._take(child, at, count)
@@ -392,10 +401,16 @@ class _ProgramRun:
         return self._finished()
 
     def _child(self, first: int, count: int, job: int, code: int, seconds: float, go_on: bool = False) -> _Child:
-        """Run tests in a child.  Run them again if something other than the sandbox killed the child."""
+        """Run tests in a child.  Run them again if something other than the sandbox killed or stopped the child.
+
+        Raises:
+            SandboxFailure: The child waited too long for a busy CPU.
+        """
         while True:
             child = self._box.run_child(self._program, first, count, job, code, seconds, self._queue_left_s, go_on)
-            self._queue_left_s -= child.queued_s
+            if child.killed == "starved":
+                raise SandboxFailure(f"the machine is too busy: a program waited over {QUEUED_S:g} s for a CPU")
+            self._queue_left_s = max(0.0, self._queue_left_s - child.queued_s)
             if self._retries == 0 or not _killed_by_others(child):
                 return child
             self._retries -= 1
@@ -437,7 +452,7 @@ class _ProgramRun:
         if child.compiled is False:
             return child.detail
         self._raise_if_broken(child)
-        return "compiling took too long" if child.killed == "time" else "the compiler broke on it"
+        return "compiling took too long" if child.killed in ("time", "stopped") else "the compiler broke on it"
 
     def _take(self, child: _Child, first: int, count: int) -> int:
         """Record the results of a child's tests, up to a test that must run again in a new child.
@@ -501,13 +516,19 @@ class _ProgramRun:
 
 
 def _killed_by_others(child: _Child) -> bool:
+    """Return whether a child was killed by others, or stopped until its time was over.
+
+    A program can do both to itself, so a program that is killed or stopped each time has failed.
+    """
     killed = os.WIFSIGNALED(child.status) and os.WTERMSIG(child.status) == signal.SIGKILL
-    return killed and child.killed is None
+    return killed and child.killed in (None, "stopped")
 
 
 def _how_it_ended(child: _Child) -> str:
     if child.killed is not None:
-        return {"time": "over the time limit"}.get(child.killed, f"over the limit of {child.killed}")
+        return dict.fromkeys(("time", "stopped"), "over the time limit").get(
+            child.killed, f"over the limit of {child.killed}"
+        )
     if os.WIFSIGNALED(child.status):
         return f"ended by {signal.Signals(os.WTERMSIG(child.status)).name}"
     return f"ended with status {os.waitstatus_to_exitcode(child.status)}"

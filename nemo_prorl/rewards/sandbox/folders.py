@@ -1,4 +1,4 @@
-"""The caller's helpers on the host: folders for programs, and the threads and CPU waiting time of processes."""
+"""The caller's helpers on the host: folders for programs, and the threads of processes."""
 
 import contextlib
 import os
@@ -53,20 +53,13 @@ def remove(folder: str) -> None:
 def threads_behind(pidfd: int) -> int:
     """Return the number of threads of the process that a pidfd refers to; 0 if the process has ended."""
     try:
-        return int(psutil.Process(_pid(pidfd)).num_threads())
+        return int(psutil.Process(pid_behind(pidfd)).num_threads())
     except (psutil.Error, OSError, IndexError, ValueError):
         return 0
 
 
-def queued_s(pidfd: int) -> float:
-    """Return the seconds that a process's first thread waited for a CPU; 0 if the kernel does not report them."""
-    try:
-        return int(Path(f"/proc/{_pid(pidfd)}/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, IndexError, ValueError):
-        return 0.0
-
-
-def _pid(pidfd: int) -> int:
+def pid_behind(pidfd: int) -> int:
+    """Return the id of the process that a pidfd refers to, as seen from here; -1 if the process has ended."""
     return int(Path(f"/proc/self/fdinfo/{pidfd}").read_text().partition("Pid:")[2].split()[0])
 
 

@@ -5,7 +5,8 @@ memory files.  Messages on its socket are JSON with descriptors; `->` is from th
 
     {"first", "count", "tests", "go_on", "watched", "limits": {...}}  + job, report, code, stdin..., stdout...
     -> {"watch": true} + the child's pidfd, only if "watched": the caller then counts the child's threads
-    -> {"queued": true} + the child's pidfd: asks how long the child waited for a CPU; reply: {"queued_s": seconds}
+    -> {"queued": true} + the child's pidfd: asks how long the child waited for a CPU, and whether it is stopped;
+       reply: {"queued_s": seconds, "stopped": bool}
     -> {"status": wait status, "killed": null or the reason, "used_s": seconds, "queued_s": seconds}
 """
 
@@ -27,7 +28,9 @@ from nemo_prorl.rewards.sandbox.syscalls import build_filter
 
 MAX_FDS, MESSAGE_BYTES = 250, 4096
 STACK_MB, THREAD_STACK_MB = 512, 8
-_POLL_S = 0.02  # seconds between checks of disk use, at levels where the kernel does not limit it
+_POLL_S = 0.25  # seconds of one wait for a child
+_WATCH_S = 0.02  # the same where disk use is checked, because the kernel does not limit it
+_LATE_S = 0.1  # a wait that lasts this much longer shows that this process was stopped, or waited for a busy CPU
 _IDLE = 0.05  # a child idle for longer than this share of its limit is checked for CPU starvation
 
 _PRELOADED = (
@@ -193,14 +196,15 @@ class _ChildServer:
         poll.register(self._sock, select.POLLRDHUP)
         while why is None:
             left = clock.left_s()
-            wait = min(left, _POLL_S) if self._watch else left
-            ready = dict(poll.poll(max(0.0, wait) * 1000))
+            wait, asked = max(0.0, min(left, _WATCH_S if self._watch else _POLL_S)), time.monotonic()
+            ready = dict(poll.poll(wait * 1000))
+            clock.add_late(time.monotonic() - asked - wait)
             if pidfd in ready:
                 return None
             if self._sock.fileno() in ready:
                 why = "caller"
             elif left <= 0:
-                why = "time"
+                why = clock.why_over()
             elif self._watch and _exceeds_disk(self._folder, self._plan.tmp_mb << 20):
                 why = "disk"
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
@@ -211,22 +215,35 @@ class _Clock:
     """Clock of a child: the time that passed, without the time of waiting for a busy CPU.
 
     Otherwise, a good program could fail on a busy machine.  Only the caller can read the waiting time, from /proc, so
-    the clock asks the caller, and only if the child was idle for long.
+    the clock asks the caller, and only if the child was idle for long.  A program cannot lengthen its waiting time by
+    its own threads: the time in which one of them computes is not idle.  If all processes are stopped for a while, this
+    one wakes up late, and that time counts as waiting, too.
     """
 
     def __init__(self, sock: socket.socket, pid: int, pidfd: int, began: float, limits: ProgramLimits) -> None:
         self.queued_s = 0.0
+        self._late_s, self._stopped = 0.0, False
         self._sock, self._pidfd, self._began, self._limits = sock, pidfd, began, limits
         self._cpu = (~pid << 3) | 2  # clock_getcpuclockid(3), which Python does not have
 
     def left_s(self) -> float:
         """Return the seconds that the child may still run; 0 or less: its time is over.
 
-        Time in which the child waited for a CPU does not count.
+        Time in which the child waited for a CPU does not count, up to the limit of such time.
         """
         if self._left_s() <= 0:
             self._update_queued()
-        return self._left_s()
+        return min(self._left_s(), self._limits.seconds + self._limits.queued_s - self._passed_s())
+
+    def why_over(self) -> str:
+        """Return why no time is left: "time" (the child's own doing), "stopped" or "starved" (not its doing)."""
+        if self._left_s() > 0:
+            return "starved"
+        return "stopped" if self._stopped else "time"
+
+    def add_late(self, seconds: float) -> None:
+        """Count the seconds by which a wait was too long."""
+        self._late_s += seconds if seconds >= _LATE_S else 0.0
 
     def used_s(self) -> float:
         """Return the seconds that the child has used, after its end."""
@@ -234,16 +251,21 @@ class _Clock:
         return self._limits.seconds - self._left_s()
 
     def _left_s(self) -> float:
-        return self._limits.seconds - (time.monotonic() - self._began - self.queued_s)
+        return self._limits.seconds - (self._passed_s() - self.queued_s)
+
+    def _passed_s(self) -> float:
+        return time.monotonic() - self._began
 
     def _update_queued(self) -> None:
         """Ask the caller how long the child waited for a CPU, if the child was idle for long."""
-        idle = time.monotonic() - self._began - time.clock_gettime(self._cpu)
+        idle = self._passed_s() - time.clock_gettime(self._cpu)
         if idle - self.queued_s < _IDLE * self._limits.seconds:
             return
         socket.send_fds(self._sock, [b'{"queued": true}'], [self._pidfd])
-        if answer := self._sock.recv(MESSAGE_BYTES):
-            self.queued_s = min(idle, self._limits.queued_s, json.loads(answer)["queued_s"])
+        if message := self._sock.recv(MESSAGE_BYTES):
+            answer = json.loads(message)
+            self.queued_s = min(idle, self._late_s + answer["queued_s"])
+            self._stopped = answer["stopped"]
 
 
 def _exceeds_disk(folder: str, limit: int) -> bool:

@@ -38,7 +38,8 @@ class CodeReward(RewardPlugin):
         """Settings.
 
         `time_limit_s`: seconds for all tests of a program together, unless the truth has its own `time_limit_s`.
-        `memory_mb`: memory limit of a program in MB.  `time_budget_s`: CPU seconds to judge an answer.
+        `memory_mb`: memory limit of a program in MB.  `time_budget_s`: CPU seconds to judge an answer, without
+            those of the program.
         `packages`: import names of third-party packages that programs may import if they are installed.
         `setup`: Python code that runs before each program that reads standard input, unless the truth has its own
             `setup`, for example imports that a program need not repeat.
@@ -48,7 +49,7 @@ class CodeReward(RewardPlugin):
         memory_mb: int = 2048
         packages: Sequence[str] = PACKAGES
         setup: str = ""
-        time_budget_s: float = 20.0
+        time_budget_s: float = 25.0  # four times this is longer than a program's longest limit, with all extra time
 
     config: Config
 

@@ -47,7 +47,7 @@ CHECKS = {
     "empty": "an answer may be empty: test before you index, split or parse, and raise InvalidAnswer or score 0",
     "long": "limit the length of text that you parse, and raise InvalidAnswer for longer text",
     "adversarial": "catch the errors of your parser, and raise InvalidAnswer; never evaluate an answer as code",
-    "time": "limit the work for one answer, or increase time_budget_s: a worker over its budget is killed",
+    "time": "limit the work for one answer, or increase time_budget_s, and wait for nothing: a late worker is killed",
     "determinism": "a verdict must not depend on random numbers, clocks, set order or earlier requests",
     "concurrency": "share no file, port or other state with the other workers; name temporary files at random",
     "network": "put the needed data into the package or the truth; a verdict must not depend on the network",

@@ -5,9 +5,11 @@ A plugin is a separate Python project with a subclass of `RewardPlugin`, registe
 
 The `failure` of a verdict is one of:
     None: the response was judged.
-    "timeout", "invalid": the response is at fault; score 0.
-    "infrastructure": the plugin or the machine is at fault; score None.  The request is retried on another worker.  If
-        the retries fail too, the response is masked out of training; it never counts as a reward of 0.
+    "timeout": the judgement used up its CPU time, or the program of the response its own time; score 0.
+    "invalid": the response is malformed; score 0.
+    "infrastructure": the plugin or the machine is at fault, also if no verdict came in time; score None.  The request
+        is retried on another worker.  If the retries fail too, the response is masked out of training; it never counts
+        as a reward of 0.
 """
 
 import dataclasses
@@ -192,7 +194,7 @@ class ProgramRun:
 
     outputs: tuple[bytes | None, ...]  # None: the program failed on this input
     details: tuple[str, ...]  # reason of the failure; empty where the program ended well
-    over_time: bool = False  # all inputs together took longer than the time limit
+    over_time: bool = False  # all inputs together took longer than the time limit, by the program's own doing
     refused: str = ""  # error of the compiler; empty if the program compiles
 
 
@@ -208,7 +210,8 @@ class Sandbox(Protocol):
                 other inputs may have caused the error.
 
         Raises:
-            RewardFailure: The sandbox itself failed.  Do not catch this error; it becomes an infrastructure failure.
+            RewardFailure: The sandbox itself failed, or the machine is too busy.  Do not catch this error; it becomes
+                an infrastructure failure.
         """
 
 
@@ -221,7 +224,7 @@ class RewardPlugin(ABC):
 
     name: ClassVar[str]  # equal to the name of the entry point
     tasks: ClassVar[tuple[str, ...]]  # values of `task` in prompt records that this plugin judges
-    time_budget_s: float = 10.0  # CPU seconds for one response; the limit of wall time is 4 times as long
+    time_budget_s: float = 10.0  # CPU seconds for one response (score 0); 4 times as long in all (no score)
     second: ClassVar[str] = ""  # task of another plugin that judges a sample of the responses again; empty: none
     needs_sandbox: ClassVar[bool] = False
     sandbox_packages: tuple[str, ...] = ()  # installed packages that programs in the sandbox may import

@@ -302,6 +302,21 @@ def test_a_request_whose_worker_dies_is_sent_again(plugins: Path, start_server: 
     with_client(tmp_path, steps)
 
 
+def test_a_request_on_which_the_plugin_hangs_is_tried_again_and_ends_without_a_score(
+    plugins: Path, start_server: StartServer, tmp_path: Path
+) -> None:
+    start_server("odd", "--workers", "2")
+
+    async def steps(client: RewardClient) -> None:
+        asked = [request_of("odd", word, word) for word in ("select", "fine", "spin")]
+        verdicts = await asyncio.gather(*(client.score(one, Deadline(120, "a verdict")) for one in asked))
+        assert [verdict["failure"] for verdict in verdicts] == ["infrastructure", None, "timeout"]
+        assert [verdict["score"] for verdict in verdicts] == [None, 1.0, 0.0]
+        assert client.stats.retries == 2
+
+    with_client(tmp_path, steps)
+
+
 def test_a_verdict_that_is_not_the_requests_own_is_refused() -> None:
     async def main() -> None:
         def fresh() -> dict[int, _Waiting]:

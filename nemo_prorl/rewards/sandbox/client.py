@@ -263,7 +263,9 @@ class ProcessSandbox:
                     if "watch" in answer:
                         watched = fds[0]
                     elif "queued" in answer:
-                        self._socket.send(json.dumps(_waiting(fds[0])).encode())
+                        self._socket.send(
+                            json.dumps({"queued_s": processes.queued_s(folders.pid_behind(fds[0]))}).encode()
+                        )
                         os.close(fds[0])
                     else:
                         child = _child_of(answer)
@@ -277,12 +279,6 @@ class ProcessSandbox:
         finally:
             if watched >= 0:
                 os.close(watched)
-
-
-def _waiting(pidfd: int) -> dict[str, Any]:
-    """Return how long the first thread of a child waited for a CPU, and whether the child is stopped."""
-    pid = folders.pid_behind(pidfd)
-    return {"queued_s": processes.queued_s(pid), "stopped": processes.is_stopped(pid)}
 
 
 def _child_of(answer: dict[str, Any]) -> _Child:
@@ -359,6 +355,7 @@ class _ProgramRun:
         self._details = ["not run"] * number
         self._to_repeat: list[int] = []  # tests that failed after others in a child, to be repeated
         self._independent: bool | None = None
+        self._idle_retries = 1
         self._retries = 2  # after kills by others: the kernel kills a process that takes too much memory
         self._left_s = program.time_limit_s
         self._extra_s = min(EXTRA_TIME_S, EXTRA_TIME * program.time_limit_s)
@@ -390,7 +387,7 @@ class _ProgramRun:
             child = self._child(at, count, job, code, max(0.01, self._left_s), go_on)
             if child.compiled is not True:
                 return self._finished(refused=self._why_not_compiled(child))
-            if child.killed in ("time", "stopped") or child.used_s >= self._left_s:
+            if child.killed in ("time", "idle") or child.used_s >= self._left_s:
                 return self._finished(over_time=True)
             self._left_s -= child.used_s
             at = self._take(child, at, count)
@@ -401,7 +398,10 @@ class _ProgramRun:
         return self._finished()
 
     def _child(self, first: int, count: int, job: int, code: int, seconds: float, go_on: bool = False) -> _Child:
-        """Run tests in a child.  Run them again if something other than the sandbox killed or stopped the child.
+        """Run tests in a child.  Run them again if something else may be at fault for the child's end.
+
+        Something other than the sandbox killed the child, or the child was idle until its time was over: it may have
+        been stopped from outside.  A program can do both to itself, so one that fails each time has failed.
 
         Raises:
             SandboxFailure: The child waited too long for a busy CPU.
@@ -411,9 +411,12 @@ class _ProgramRun:
             if child.killed == "starved":
                 raise SandboxFailure(f"the machine is too busy: a program waited over {QUEUED_S:g} s for a CPU")
             self._queue_left_s = max(0.0, self._queue_left_s - child.queued_s)
-            if self._retries == 0 or not _killed_by_others(child):
+            if child.killed == "idle" and self._idle_retries:
+                self._idle_retries -= 1
+            elif self._retries and _killed_by_others(child):
+                self._retries -= 1
+            else:
                 return child
-            self._retries -= 1
 
     def _repeat(self, job: int, code: int) -> None:
         """Repeat the failed tests that another test in the same child may have spoiled, and record their new results.
@@ -452,7 +455,7 @@ class _ProgramRun:
         if child.compiled is False:
             return child.detail
         self._raise_if_broken(child)
-        return "compiling took too long" if child.killed in ("time", "stopped") else "the compiler broke on it"
+        return "compiling took too long" if child.killed in ("time", "idle") else "the compiler broke on it"
 
     def _take(self, child: _Child, first: int, count: int) -> int:
         """Record the results of a child's tests, up to a test that must run again in a new child.
@@ -516,17 +519,13 @@ class _ProgramRun:
 
 
 def _killed_by_others(child: _Child) -> bool:
-    """Return whether a child was killed by others, or stopped until its time was over.
-
-    A program can do both to itself, so a program that is killed or stopped each time has failed.
-    """
     killed = os.WIFSIGNALED(child.status) and os.WTERMSIG(child.status) == signal.SIGKILL
-    return killed and child.killed in (None, "stopped")
+    return killed and child.killed is None
 
 
 def _how_it_ended(child: _Child) -> str:
     if child.killed is not None:
-        return dict.fromkeys(("time", "stopped"), "over the time limit").get(
+        return dict.fromkeys(("time", "idle"), "over the time limit").get(
             child.killed, f"over the limit of {child.killed}"
         )
     if os.WIFSIGNALED(child.status):

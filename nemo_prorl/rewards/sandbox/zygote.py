@@ -5,8 +5,7 @@ memory files.  Messages on its socket are JSON with descriptors; `->` is from th
 
     {"first", "count", "tests", "go_on", "watched", "limits": {...}}  + job, report, code, stdin..., stdout...
     -> {"watch": true} + the child's pidfd, only if "watched": the caller then counts the child's threads
-    -> {"queued": true} + the child's pidfd: asks how long the child waited for a CPU, and whether it is stopped;
-       reply: {"queued_s": seconds, "stopped": bool}
+    -> {"queued": true} + the child's pidfd: asks how long the child waited for a CPU; reply: {"queued_s": seconds}
     -> {"status": wait status, "killed": null or the reason, "used_s": seconds, "queued_s": seconds}
 """
 
@@ -28,9 +27,7 @@ from nemo_prorl.rewards.sandbox.syscalls import build_filter
 
 MAX_FDS, MESSAGE_BYTES = 250, 4096
 STACK_MB, THREAD_STACK_MB = 512, 8
-_POLL_S = 0.25  # seconds of one wait for a child
-_WATCH_S = 0.02  # the same where disk use is checked, because the kernel does not limit it
-_LATE_S = 0.1  # a wait that lasts this much longer shows that this process was stopped, or waited for a busy CPU
+_POLL_S = 0.02  # seconds between checks of disk use, at levels where the kernel does not limit it
 _IDLE = 0.05  # a child idle for longer than this share of its limit is checked for CPU starvation
 
 _PRELOADED = (
@@ -196,9 +193,8 @@ class _ChildServer:
         poll.register(self._sock, select.POLLRDHUP)
         while why is None:
             left = clock.left_s()
-            wait, asked = max(0.0, min(left, _WATCH_S if self._watch else _POLL_S)), time.monotonic()
-            ready = dict(poll.poll(wait * 1000))
-            clock.add_late(time.monotonic() - asked - wait)
+            wait = min(left, _POLL_S) if self._watch else left
+            ready = dict(poll.poll(max(0.0, wait) * 1000))
             if pidfd in ready:
                 return None
             if self._sock.fileno() in ready:
@@ -216,13 +212,11 @@ class _Clock:
 
     Otherwise, a good program could fail on a busy machine.  Only the caller can read the waiting time, from /proc, so
     the clock asks the caller, and only if the child was idle for long.  A program cannot lengthen its waiting time by
-    its own threads: the time in which one of them computes is not idle.  If all processes are stopped for a while, this
-    one wakes up late, and that time counts as waiting, too.
+    its own threads: while one of them computes, it is not idle.
     """
 
     def __init__(self, sock: socket.socket, pid: int, pidfd: int, began: float, limits: ProgramLimits) -> None:
         self.queued_s = 0.0
-        self._late_s, self._stopped = 0.0, False
         self._sock, self._pidfd, self._began, self._limits = sock, pidfd, began, limits
         self._cpu = (~pid << 3) | 2  # clock_getcpuclockid(3), which Python does not have
 
@@ -236,14 +230,13 @@ class _Clock:
         return min(self._left_s(), self._limits.seconds + self._limits.queued_s - self._passed_s())
 
     def why_over(self) -> str:
-        """Return why no time is left: "time" (the child's own doing), "stopped" or "starved" (not its doing)."""
+        """Return how the child spent its time: computing ("time"), partly idle ("idle"), or without a CPU ("starved").
+
+        A child is idle while it sleeps, and also while it is stopped from outside.
+        """
         if self._left_s() > 0:
             return "starved"
-        return "stopped" if self._stopped else "time"
-
-    def add_late(self, seconds: float) -> None:
-        """Count the seconds by which a wait was too long."""
-        self._late_s += seconds if seconds >= _LATE_S else 0.0
+        return "idle" if self._idle_s() - self.queued_s >= _IDLE * self._limits.seconds else "time"
 
     def used_s(self) -> float:
         """Return the seconds that the child has used, after its end."""
@@ -256,16 +249,18 @@ class _Clock:
     def _passed_s(self) -> float:
         return time.monotonic() - self._began
 
+    def _idle_s(self) -> float:
+        """Return the seconds in which the child did not compute, waiting for a CPU included."""
+        return self._passed_s() - time.clock_gettime(self._cpu)
+
     def _update_queued(self) -> None:
         """Ask the caller how long the child waited for a CPU, if the child was idle for long."""
-        idle = self._passed_s() - time.clock_gettime(self._cpu)
+        idle = self._idle_s()
         if idle - self.queued_s < _IDLE * self._limits.seconds:
             return
         socket.send_fds(self._sock, [b'{"queued": true}'], [self._pidfd])
-        if message := self._sock.recv(MESSAGE_BYTES):
-            answer = json.loads(message)
-            self.queued_s = min(idle, self._late_s + answer["queued_s"])
-            self._stopped = answer["stopped"]
+        if answer := self._sock.recv(MESSAGE_BYTES):
+            self.queued_s = min(idle, json.loads(answer)["queued_s"])
 
 
 def _exceeds_disk(folder: str, limit: int) -> bool:

@@ -49,7 +49,7 @@ class CodeReward(RewardPlugin):
         memory_mb: int = 2048
         packages: Sequence[str] = PACKAGES
         setup: str = ""
-        time_budget_s: float = 25.0  # four times this is longer than a program's longest limit, with all extra time
+        time_budget_s: float = 40.0  # four times this is longer than all that a program may take
 
     config: Config
 

@@ -13,7 +13,8 @@ from prorl_reward_code.truth import MAX_TIME_LIMIT_S, check, names_called
 
 from nemo_prorl.rewards.interface import RewardRequest, RewardResult
 from nemo_prorl.rewards.pool import WALL_FACTOR
-from nemo_prorl.rewards.sandbox import client
+from nemo_prorl.rewards.processes import QUEUED_S
+from nemo_prorl.rewards.sandbox.client import ANSWER_S, EXTRA_TIME_S
 from nemo_prorl.rewards.sandbox.levels import open_sandbox
 
 pytestmark = pytest.mark.starts
@@ -345,7 +346,7 @@ def test_all_tests_together_have_one_time_limit(code: CodeReward) -> None:
 
 
 def test_the_sandbox_decides_on_a_slow_program_before_the_worker_is_given_up() -> None:
-    most = 2 * MAX_TIME_LIMIT_S + client.EXTRA_TIME_S + client.QUEUED_S + client.ANSWER_S + 1.0  # s
+    most = 2 * MAX_TIME_LIMIT_S + EXTRA_TIME_S + QUEUED_S + ANSWER_S + 1.0  # s
     assert WALL_FACTOR * CodeReward.Config().time_budget_s > most
 
 

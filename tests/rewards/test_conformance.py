@@ -108,6 +108,7 @@ BAD: dict[str, tuple[str, dict[str, str]]] = {
         "time",
         {"score": "import time\n        while len(text) > 90000 and time.process_time() < 1e9: pass"},
     ),
+    "waits on a long answer": ("time", {"score": "import time; time.sleep(99 * (len(text) > 90000))"}),
     "rolls dice": ("determinism", {"score": "import random; detail = str(random.random())"}),
     "depends on the order of a set": ("determinism", {"score": "detail = str({'a', 'b', 'c', 'd', 'e'})"}),
     "remembers earlier answers": (

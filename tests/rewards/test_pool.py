@@ -71,7 +71,11 @@ def test_a_plugin_that_raises_is_infrastructure_and_named(plugins: Path) -> None
 
 
 @pytest.mark.parametrize("how", ["spin", "child spins"])
-def test_a_plugin_that_uses_up_its_cpu_time_is_a_timeout_and_the_worker_is_replaced(plugins: Path, how: str) -> None:
+def test_a_plugin_that_uses_up_its_cpu_time_is_a_timeout_and_the_worker_is_replaced(
+    plugins: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nemo_prorl.rewards.pool.WALL_FACTOR", 100.0)  # for busy machines
+
     async def steps(pool: PluginPool) -> None:
         (before,) = (worker.process.pid for worker in pool.workers)
         verdict = await judged(pool, how)
@@ -84,6 +88,18 @@ def test_a_plugin_that_uses_up_its_cpu_time_is_a_timeout_and_the_worker_is_repla
         assert pool.stats.workers_lost == 1
 
     with_pool(steps)
+
+
+def test_programs_in_the_sandbox_have_no_part_in_the_plugin_s_time(plugins: Path) -> None:
+    """They have a limit of their own, which may be longer."""
+
+    async def steps(pool: PluginPool) -> None:
+        assert (await judged(pool, "child spins"))["failure"] == "infrastructure"
+        assert (await judged(pool, "spin"))["failure"] == "timeout"
+
+    with_pool(steps, sandboxed=True)
+    specs = plan_pools(discover(), ["code", "math"], 2, on_demand=True)
+    assert {spec.plugin: spec.sandboxed for spec in specs} == {"code": True, "math": False}
 
 
 @pytest.mark.parametrize("how", ["sleep", "select"])

@@ -192,7 +192,7 @@ def run(args: argparse.Namespace) -> Iterator[str]:
         if engine is not None:
             engine.close()
         exported = [seconds(lambda: [None for _ in policy.export_weights()]) for _ in range(3)]
-        own = [seconds(lambda: [published(w, 1, w.dtype) for _, w in policy.export_weights()]) for _ in range(3)]
+        own = [seconds(lambda: [published(n, w, 1, w.dtype) for n, w in policy.export_weights()]) for _ in range(3)]
         store.remove()
     medians = {key: statistics.median(values) for key, values in times.items() if values}
     yield f"medians of {args.rounds} alternating rounds (least to most)"

@@ -317,6 +317,11 @@ class Collector:
         self._background.run(self._engines.publish(path, version, deadline))
         return sorted(self._engines.wake_failures.items())
 
+    @property
+    def unread_weights(self) -> dict[str, list[str]]:
+        """Return the published tensors that each engine could not compare with what it holds, at its last load."""
+        return self._engines.unread
+
     def sleep(self) -> int:
         """Make all engines release their device memory until the next publication; return the bytes released."""
         level = self.cfg.rollout.sleep

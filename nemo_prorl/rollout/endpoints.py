@@ -143,10 +143,14 @@ class EngineClient:
             )
         return response
 
-    async def load_weights(self, path: str, version: int, deadline: Deadline) -> None:
-        """Make the engine load a weights file once it has no open response; return when the file is loaded."""
+    async def load_weights(self, path: str, version: int, deadline: Deadline) -> list[str]:
+        """Make the engine load a weights file once it has no open response, and wait for this.
+
+        Returns:
+            names of the file's tensors that the engine could not compare with what it then holds.
+        """
         body = {"path": path, "version": version, "wait_s": deadline.remaining}
-        await self._call("/weights", deadline, body)
+        return list((await self._call("/weights", deadline, body))["unread"])
 
     async def sleep(self, level: int, deadline: Deadline) -> dict[str, Any]:
         """Make the engine release its device memory once it has no open response; return its reply (`freed_bytes`)."""

@@ -88,6 +88,7 @@ class EnginePool:
         self.current: tuple[str, int] | None = None  # the published file and its version
         self.hold = self.endpoints / HOLD_FILE
         self.wake_failures: dict[str, str] = {}  # engine name -> why it did not wake at the last publication
+        self.unread: dict[str, list[str]] = {}  # engine name -> tensors that its last load could not compare
         self._token = token
         self._slots: dict[str, _Slot] = {}
         self._last_failure: dict[str, str] = {}  # engine name -> error message; kept after the engine has ended
@@ -294,7 +295,7 @@ class EnginePool:
             path, version = self.current
             await self._wake(slot, "weights", deadline)
             if slot.loaded != version:
-                await slot.client.load_weights(slot.path_of(path), version, deadline)
+                self.unread[slot.name] = await slot.client.load_weights(slot.path_of(path), version, deadline)
             await self._wake(slot, "kv_cache", deadline)  # only now, because the load itself needs memory
             slot.loaded, slot.asleep = version, False
         return True

@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +27,7 @@ from nemo_prorl.usage import request_restart
 _log = logging.getLogger(__name__)
 
 _RECYCLE_STEPS = 10  # restarts of one engine in fewer steps than this are an alarm
+_NAMED = 8  # tensors in an alarm
 _Dealt = tuple[CollectedBatch, JudgedGroups]  # the batch without tokens, and the rows of one data rank
 
 
@@ -70,6 +71,7 @@ class Rollouts:
         self._asleep = False
         self._endpoints = run_dir / "endpoints"
         self._canaries = CanaryWatch()
+        self._unread: set[tuple[str, ...]] = set()  # names in alarms; rank 0 only
         self._recycled: dict[str, int] = {}  # step of the last requested restart by engine; rank 0 only
         node = int(os.environ["GROUP_RANK"]) if cfg.trainer.num_nodes > 1 else None
         # Only the first rank of each node writes the weights, for the engines of its node.
@@ -168,11 +170,24 @@ class Rollouts:
     def _take(self, step: int, collector: Collector) -> list[_Dealt]:
         """Collect the batch of a step on rank 0; return what each data-parallel rank gets, in order of ranks."""
         batch = collector.take(step, step - 1)
+        self._report_unread(step, collector.unread_weights)
         self._records.rollouts(step, batch.groups, batch.dropped, collector.renderer.judged_text)
         self._records.disagreements(step, batch.disagreements)
         judged, summary = JudgedGroups.of(batch.groups), batch.without_tokens()
         updates = judged.rows_of_updates(self._cfg.trainer.grpo.updates_per_step, self._policy.data_ranks.size)
         return [(summary, mine) for mine in judged.dealt([torch.cat(rows).tolist() for rows in updates])]
+
+    def _report_unread(self, step: int, unread: Mapping[str, Sequence[str]]) -> None:
+        """Raise an alarm for engines with tensors that nothing compares, once for each set of tensors."""
+        for engine, tensors in sorted(unread.items()):
+            if tensors and (names := tuple(tensors)) not in self._unread:
+                self._unread.add(names)
+                more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+                self._records.alarm(
+                    step,
+                    f"{engine} cannot compare {len(names)} tensors with the published ones, so a wrong load of them"
+                    f" would not be found: {', '.join(names[:_NAMED])}{more}",
+                )
 
     def await_next(self, metrics: Metrics) -> None:
         """Wait for the batch collected while this step trains, if there is one; record the engines' idle seconds."""

@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 MARKER = ".prorl-weights"
 _OURS = re.compile(r"weights-\d{8,}\.safetensors(\.\d+\.tmp)?")
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-_HEADER_BYTES = 1 << 20  # bytes reserved for the header: enough for 4,000 tensors
+_HEADER_BYTES = 1 << 21  # bytes reserved for the header: enough for 4,000 tensors
 
 
 def weights_folder(run_dir: str | Path, node: int | None = None) -> Path:
@@ -113,7 +113,7 @@ class WeightStore:
             if name in header or tensor.dtype not in _DTYPES:
                 fault = "given twice" if name in header else f"expected a float dtype; got {tensor.dtype}"
                 raise ValueError(f"tensor {name}: {fault}")
-            checksums[name] = published(tensor.detach(), version, self._dtype or tensor.dtype)
+            checksums[name] = published(name, tensor.detach(), version, self._dtype or tensor.dtype)
             flat = tensor.detach().contiguous().reshape(-1)
             size = flat.numel() * flat.element_size()
             file.write(flat.view(torch.uint8).cpu().numpy().data)

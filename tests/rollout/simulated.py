@@ -157,6 +157,7 @@ class Simulated:
         return None
 
     wake_failures: dict[str, str] = {}  # noqa: RUF012
+    unread: dict[str, list[str]] = {}  # noqa: RUF012
 
     async def sleep(self, level: int, deadline: Deadline) -> int:
         return 0

@@ -31,6 +31,7 @@ class Fake:
         self.in_flight = self.peak = self.weight_faults = self.wake_faults = 0
         self.hold: asyncio.Event | None = None
         self.kv_cache_peak: float | None = None
+        self.unread: list[str] = []
 
     async def start(self) -> "Fake":
         app = web.Application()
@@ -55,7 +56,7 @@ class Fake:
             self.weight_faults -= 1
             return web.json_response({"error": "on purpose"}, status=500)
         self.version = body["version"]
-        return web.json_response({"weight_version": self.version})
+        return web.json_response({"weight_version": self.version, "unread": self.unread})
 
     async def sleep(self, request: web.Request) -> web.Response:
         self.calls.append(("sleep", (await request.json())["level"]))

@@ -16,6 +16,7 @@ POST /generate {"prompt": [ids], "seeds": [7, 8], "temperature": 1.2, "top_p": 1
 POST /weights {"path": FILE, "version": 3, "wait_s": 60}
     Waits until no response is in flight, loads safetensors with Hugging Face names, compares what the engine then holds
     with the checksums in the file, and empties the prefix cache.  If a tensor differs, the server ends with status 70.
+    `unread` in the reply: names of the file's tensors that could not be compared.
     400: the file does not fit or is in another folder; the engine keeps its weights.  409: busy for more than wait_s.
 POST /sleep {"level": 2, "wait_s": 60}, POST /wake {"parts": ["weights"]}
     /sleep waits until no response is in flight and releases the device memory.  /wake takes back the memory of `parts`
@@ -217,15 +218,14 @@ class EngineServer:
         self.updating_since = began = time.monotonic()
         path = os.path.realpath(request.path)
         unread = check_held(path, await self.engine.collective_rpc("prorl_load_weights", args=(path,)))
-        if unread and self.version == UNPUBLISHED:
-            _log.warning("%d loaded tensors cannot be compared with the file: %s", len(unread), ", ".join(unread[:3]))
         # Cached prefixes were computed by the old weights.  The reset returns false while blocks are in use.
         if not await self.engine.reset_prefix_cache():
             raise RuntimeError("the prefix cache could not be emptied, because blocks are in use")
         await self.engine.update_weight_version(str(request.version))  # vLLM adds it to every response
         self.version, self.updating_since, self.sleeping.weights_lost = request.version, 0.0, False
         RECORDER.add(f"load weights {request.version}", "weights", began, time.monotonic())
-        return {"weight_version": request.version, "seconds": round(time.monotonic() - began, 4)}
+        seconds = round(time.monotonic() - began, 4)
+        return {"weight_version": request.version, "seconds": seconds, "unread": unread}
 
     async def sleep(self, body: bytes) -> Any:
         request = parse(SleepRequest, body)

@@ -245,10 +245,10 @@ class Trainer:
         return replace(grpo, entropy_coef=coefficient)
 
     def report_gaps(self, metrics: Metrics, batch: Batch, entropy_BT: Tensor, version_B: Tensor) -> None:
-        """Report the gap between the log-probabilities of engine and trainer; raise an alarm if it is too large.
+        """Report the gap between the log-probabilities of engine and trainer; raise alarms if it is too large.
 
-        `engine_gap` covers responses that the engine made with the trainer's present weights, and only it can raise the
-        alarm.  `stale_gap` covers responses made with older weights.
+        `engine_gap` covers responses that the engine made with the trainer's present weights, and only it can raise
+        alarms.  `stale_gap` covers responses made with older weights.
 
         Args:
             entropy_BT: entropy of the trainer's distribution of each token, in nats.
@@ -269,25 +269,26 @@ class Trainer:
         if gaps["stale_gap"]["tokens"]:
             metrics.put("stale_gap/share", gaps["stale_gap"]["tokens"] / tokens)
         mean, limit = gaps["engine_gap"]["mean_abs"], engine_gap_alarm(self.cfg)  # type: ignore[arg-type]
-        ratio, most = gaps["engine_gap"].get("mean_ratio", 1.0), 1.0 + RATIO_PER_GAP * limit
+        ratio, most = gaps["engine_gap"].get("mean_ratio", 1.0), 1.0 + RATIO_PER_GAP * max(limit, mean)
         sums = temperature_sums(batch.engine_logp_BT, batch.old_logp_BT, entropy_BT, fresh_BT)
         warmer = temperature_ratio(self.policy.data_ranks.reduce(sums))
         if abs(warmer - 1.0) > TEMPERATURE:
+            percent, way = 100.0 * abs(warmer - 1.0), "higher" if warmer > 1.0 else "lower"
             self.records.alarm(
                 metrics.step,
-                f"the engine samples as at {warmer:.3g} times trainer.grpo.temperature (mean difference:"
-                f" {mean:.3g} nats per token)",
+                f"the temperature of the engine is at least {percent:.3g} % {way} than trainer.grpo.temperature"
+                f" (mean difference: {mean:.3g} nats per token)",
             )
-        elif mean > limit:
+        if mean > limit:
             self.records.alarm(
                 metrics.step,
                 f"engine and trainer differ by {mean:.3g} nats per token; {limit:g} is allowed (correction.alarm)",
             )
-        elif ratio > most:
+        if ratio > most:
             self.records.alarm(
                 metrics.step,
                 f"engine and trainer differ much in few tokens: their ratio of probabilities is {ratio:.3g} on average;"
-                f" {most:g} is allowed (1 + {RATIO_PER_GAP:g} x correction.alarm)",
+                f" {most:.3g} is allowed (1 + {RATIO_PER_GAP:g} x correction.alarm, or x a larger mean difference)",
             )
 
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, stdev
 from typing import TypedDict
 
 from nemo_prorl.schema import Count, Number, Time
@@ -20,7 +20,8 @@ from nemo_prorl.schema import Count, Number, Time
 RESTART_SUFFIX = ".restart"  # endpoints/engine-K.restart: a request to the supervisor to start this engine again
 _POINTS = 60  # of a window; more points cost time and say little more
 _LEAST_POINTS = 30
-_SIGMAS = 3.0  # certainty of a growth
+_BLOCKS = 5  # of points, for the interval of a slope; Student's t has a simple formula for four degrees of freedom
+_CONFIDENCE = 0.99  # of the interval of a growth that is an alarm: wrong in one of 200 looks
 _AHEAD = 5  # times the observed steps are foreseen at most, because memory grows faster at a start
 _EVERY = 20  # steps between two looks for growth
 _KEPT = 4000  # steps
@@ -85,19 +86,40 @@ def totals(nodes: Sequence[NodeUsage]) -> dict[str, float]:
     return found
 
 
-def growth(points: Sequence[tuple[float, float]], sigmas: float = _SIGMAS) -> tuple[float, float]:
-    """Return the slope of y over x that the points show, and a lower bound of it (Sen 1968).
+def growth(points: Sequence[tuple[float, float]], confidence: float = 0.95) -> tuple[float, float, float]:
+    """Return the slope of y over x that the points show, and an interval of it: (slope, least, most).
 
-    The slope is the median of the slopes of all pairs of points, which single outliers do not move.  The bound is the
-    slope whose rank lies `sigmas` standard deviations of Kendall's statistic below the median.
+    The slope is the median of the slopes of all pairs of points (Sen 1968), which single outliers do not move.  Memory
+    of one step is like that of the step before, so points are not independent.  The interval therefore comes from five
+    blocks of consecutive points: it is Student's, with four degrees of freedom, of the slopes in the blocks.  It covers
+    the true slope at least as often as `confidence` says even if memory walks at random.  If the slope lies outside,
+    the interval is extended to it.
+
+    Args:
+        points: (x, y) with increasing x.
+
+    Returns:
+        least and most are infinite if a block has fewer than two different x.
     """
-    slopes = sorted((b[1] - a[1]) / (b[0] - a[0]) for a, b in combinations(points, 2) if b[0] > a[0])
-    if not slopes:
-        return 0.0, -math.inf
-    n = len(points)
-    ranks = sigmas * math.sqrt(n * (n - 1) * (2 * n + 5) / 18.0)
-    lower = math.floor((len(slopes) - ranks) / 2.0)
-    return median(slopes), slopes[lower] if lower >= 0 else -math.inf
+    slope = _slope(points)
+    size = len(points) / _BLOCKS
+    blocks = [_slope(points[round(k * size) : round((k + 1) * size)]) for k in range(_BLOCKS)]
+    if slope is None or None in blocks:
+        return slope or 0.0, -math.inf, math.inf
+    slopes = [found for found in blocks if found is not None]
+    margin = _students_t(confidence) * stdev(slopes) / math.sqrt(_BLOCKS)
+    return slope, min(slope, mean(slopes) - margin), max(slope, mean(slopes) + margin)
+
+
+def _slope(points: Sequence[tuple[float, float]]) -> float | None:
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in combinations(points, 2) if b[0] > a[0]]
+    return median(slopes) if slopes else None
+
+
+def _students_t(confidence: float) -> float:
+    """Return how many standard errors an interval is wide on each side, for four degrees of freedom (exact)."""
+    root = math.sqrt(1.0 - confidence**2)
+    return 2.0 * math.sqrt(math.cos(math.acos(root) / 3.0) / root - 1.0)
 
 
 @dataclass
@@ -141,7 +163,7 @@ class GrowthWatch:
         if len(seen) < _LEAST_POINTS:
             return None
         points = seen[:: -(-len(seen) // _POINTS)]
-        slope, least = growth([(step, float(sum(sizes.values()))) for step, sizes, _ in points])
+        slope, least, _ = growth([(step, float(sum(sizes.values()))) for step, sizes, _ in points], _CONFIDENCE)
         free = seen[-1][2]
         if least * min(steps_left, _AHEAD * len(whole)) <= free:
             return None

@@ -23,7 +23,8 @@ ENGINE = {
     FP8: 0.1,  # FP8 in training with 16-bit engines: twice the value of HALF, an assumption
 }
 
-# The mean of exp(|difference|) between engine and trainer may exceed 1 by this factor times the mean that is allowed.
+# The mean of exp(|difference|) between engine and trainer may exceed 1 by this factor times the larger of the mean
+# that is allowed and the mean that is found.
 # With equal differences in all tokens both limits are alike; with large ones in few tokens this one is reached first.
 # In 16 bits it is 1.1; NeMo-RL stops at 1.05 (token_mult_prob_error), and bfloat16 on a CPU comes close to that.
 RATIO_PER_GAP = 2.0

@@ -140,6 +140,14 @@ class TestTemperature:
     def test_another_temperature_is_found(self, factor: float, scale: float) -> None:
         assert self.estimate(factor, noise=0.01, scale=scale) == pytest.approx(factor, abs=0.02)
 
+    @pytest.mark.parametrize("factor", [0.3, 0.5, 0.8, 0.9, 1.1, 1.25, 2.0, 4.0])
+    @pytest.mark.parametrize("scale", [0.7, 2.0, 6.0])
+    def test_far_off_it_is_found_and_not_overstated(self, factor: float, scale: float) -> None:
+        """The alarm says "at least"."""
+        found = self.estimate(factor, noise=0.003, scale=scale)
+        assert min(1.0, factor) - 0.01 < found < max(1.0, factor) + 0.01
+        assert abs(found - 1.0) > TEMPERATURE
+
     @pytest.mark.parametrize("scale", [0.7, 2.0, 6.0])
     @pytest.mark.parametrize("noise", [0.0, 0.003, 0.03, 0.1])
     def test_rounding_is_no_temperature(self, noise: float, scale: float) -> None:

@@ -3,6 +3,7 @@
 import ast
 import json
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -122,11 +123,32 @@ def test_a_healthy_run_raises_no_alarm(tmp_path: Path, monkeypatch: pytest.Monke
     assert alarmed(SmallRun(config(tmp_path)), monkeypatch) == []
 
 
-def test_an_engine_with_another_temperature_alarms_in_every_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("warmth", "text"), [(1.1, "higher"), (0.9, "lower")])
+def test_an_engine_with_another_temperature_alarms_in_every_step_beside_the_gap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warmth: float, text: str
 ) -> None:
-    found = alarmed(static(tmp_path, max_steps=2, prompts_per_step=16), monkeypatch, warmth=1.1)
-    assert [alarm[:28] for alarm in found] == [f"{k}: the engine samples as at " for k in (1, 2)]
+    found = alarmed(static(tmp_path, max_steps=2, prompts_per_step=16), monkeypatch, warmth=warmth)
+    for step in (1, 2):
+        temperature, gap = (alarm for alarm in found if alarm.startswith(f"{step}: "))
+        match = re.fullmatch(
+            rf"{step}: the temperature of the engine is at least ([\d.]+) % {text} than trainer.grpo.temperature"
+            r" \(mean difference: .* nats per token\)",
+            temperature,
+        )
+        assert match is not None
+        assert 7.0 < float(match[1]) < 11.0
+        assert gap.startswith(f"{step}: engine and trainer differ by ")
+
+
+def test_three_alarms_of_the_gap_come_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = static(tmp_path, max_steps=1, prompts_per_step=16)
+    run.cfg.trainer.grpo.correction.alarm = 0.01
+    found = alarmed(run, monkeypatch, warmth=1.4, noise=3.0, noise_in=97)
+    assert [alarm.split(" by ")[0].split(" at least ")[0].split(": their")[0] for alarm in found] == [
+        "1: the temperature of the engine is",
+        "1: engine and trainer differ",
+        "1: engine and trainer differ much in few tokens",
+    ]
 
 
 def test_an_engine_that_differs_alarms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,6 +207,17 @@ def test_an_engine_that_did_not_wake_alarms(tmp_path: Path, monkeypatch: pytest.
     found = alarmed(static(tmp_path, max_steps=1), monkeypatch, wake_failures={"engine-0": "out of memory"})
     assert found == [
         f"{k}: engine-0 did not wake (out of memory); it was restarted and has weights {k}" for k in (0, 1)
+    ]
+
+
+def test_tensors_that_engines_cannot_compare_alarm_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    several = [f"model.layers.{k}.mlp.down_proj.weight" for k in range(10)]
+    unread = {"engine-0": several, "engine-1": several, "engine-2": [], "engine-3": ["model.norm.weight"]}
+    found = alarmed(static(tmp_path, max_steps=2), monkeypatch, unread=unread)
+    unseen = "with the published ones, so a wrong load of them would not be found"
+    assert found == [
+        f"1: engine-0 cannot compare 10 tensors {unseen}: {', '.join(several[:8])} and 2 more",
+        f"1: engine-3 cannot compare 1 tensors {unseen}: model.norm.weight",
     ]
 
 
@@ -258,11 +291,12 @@ def test_a_stage_of_another_version_alarms(tmp_path: Path, monkeypatch: pytest.M
 # The test in which each alarm of the package is raised, by the first words of the alarm.
 RAISED = {
     "no group carries a signal": "test_wiring.py::test_steps_without_a_signal_are_counted_in_a_row",
-    "the engine samples as at": "test_wiring.py::test_an_engine_with_another_temperature_alarms_in_every_step",
+    "the temperature of the engine": "test_wiring.py::test_an_engine_with_another_temperature_alarms_in_every_step",
     "engine and trainer differ by": "test_wiring.py::test_an_engine_that_differs_alarms",
     "engine and trainer differ much": "test_wiring.py::test_a_large_difference_in_few_tokens_alarms",
     "the verifier of task": "test_wiring.py::test_a_verifier_that_errs_on_canaries_alarms_also_after_a_resume",
     "every training prompt was": "test_wiring.py::test_every_prompt_retired_alarms",
+    " cannot compare ": "test_wiring.py::test_tensors_that_engines_cannot_compare_alarm_once",
     " did not wake (": "test_wiring.py::test_an_engine_that_did_not_wake_alarms",
     " is restarted again after": "../test_usage.py::test_",
     " was written by version": "test_wiring.py::test_a_stage_of_another_version_alarms",

@@ -223,6 +223,23 @@ def test_announced_weights_are_loaded_before_the_next_response_and_by_whoever_is
     run(work, tmp_path)
 
 
+def test_the_pool_keeps_what_each_engine_could_not_compare_at_its_last_load(tmp_path: Path) -> None:
+    async def work(folder: Path) -> None:
+        fakes = [await Fake(folder, k).start() for k in range(2)]
+        fakes[1].unread = ["model.norm.weight"]
+        pool = EnginePool(folder, "t", engines=2)
+        await pool.publish("file", 3, Deadline(30, "weights"))
+        assert pool.unread == {"engine-0": [], "engine-1": ["model.norm.weight"]}
+        fakes[1].unread = []
+        await pool.publish("file", 4, Deadline(30, "weights"))
+        assert pool.unread == {"engine-0": [], "engine-1": []}
+        await pool.close()
+        for fake in fakes:
+            await fake.stop()
+
+    run(work, tmp_path)
+
+
 def test_the_fullest_cache_of_all_engines_is_that_of_the_measurement(tmp_path: Path) -> None:
     async def work(folder: Path) -> None:
         fakes = [await Fake(folder, index).start() for index in range(3)]

@@ -5,8 +5,8 @@ A checksum of a tensor has two parts, with other random numbers for each version
 
 - exact: the bits of all values of a bias or norm, and of 4 columns of a matrix, other ones for each version.  The bits
   are multiplied by random odd integers of row and column, so that permuted rows change the sum.
-- projection: the matrix times a vector of random signs, with the rows weighted and summed in 16 sums.  This reads
-  every value, so that changes in other columns are found if they exceed the rounding of the product.
+- projection: the matrix times a random vector, with the rows weighted and summed in 32 sums.  This reads every value,
+  so that changes in other columns are found if they exceed the rounding of the product.
 
 Both parts are sums over values.  So the checksum of a merged matrix (vLLM's qkv_proj and gate_up_proj) is the sum of
 those of its parts, and the checksum of a matrix that engine ranks share is the sum over these ranks.
@@ -26,11 +26,11 @@ from torch import Tensor
 
 _KEY = "checksums"  # in the metadata of a published file
 _COLUMNS = 4  # more cost CPU engines 9 % of a load, most of it for the head
-_SUMS = 16  # of a projection; a damage that one of them misses by chance is in the others
+_SUMS = 32  # of a projection; a damage that one of them misses by chance is in the others
 _MODULO = 1 << 64
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}  # keys: bytes of a value
 _FLOAT32 = 2.0**-24  # largest relative error of a rounded value
-_CERTAINTY = 4.0  # times the rounding, of which hundreds of rows reach about 0.4 times and a single row at most 1 time
+_CERTAINTY = 4.0  # times the largest rounding of a value; sums have 0.4 times as a standard deviation
 
 # Number of the values whose bits are read, sum of these bits modulo 2**64, and the sums of the projection.
 Checksum = tuple[int, int, list[float]]
@@ -40,7 +40,7 @@ Held = tuple[list[str], Checksum, list[float]]
 
 @dataclass(frozen=True)
 class _Reading:
-    """What is read of a matrix (R rows): some columns and the product with the vector of signs.
+    """What is read of a matrix (R rows): some columns and the product with the random vector.
 
     `column_C`: numbers of the columns in the published matrix.  `rounding`: largest relative error of `product_R`.
     """
@@ -108,7 +108,7 @@ def _readings(
         column_C = _columns_between(first, first + width, shape[1], version)
         inputs = torch.zeros(len(column_C) + 1, width, dtype=tensor.dtype)
         inputs[torch.arange(len(column_C)), column_C - first] = 1.0
-        inputs[-1] = _signs(version, shape[1])[first : first + width]
+        inputs[-1] = _vector(version, shape[1])[first : first + width]
         outputs = module.cpu_linear(inputs, module.weight, None)
         limits = torch.finfo(tensor.dtype)
         product_R, value_RC = outputs[-1].double(), outputs[:-1].T.to(dtype)
@@ -119,12 +119,15 @@ def _read(matrix: Tensor, first: int, width: int, version: int, dtype: torch.dty
     """Read columns `first` and following of a published matrix with `width` columns, in one pass over its values."""
     column_C = _columns_between(first, first + matrix.shape[1], width, version)
     value_RC = matrix[:, (column_C - first).to(matrix.device)].to(dtype)
-    signs = _signs(version, width)[first : first + matrix.shape[1]].to(matrix.device)
-    products, at_once = [], 1 << (20 if matrix.is_cpu else 26)  # values in float32; on CPUs they stay in the cache
-    for rows in matrix.split(max(1, at_once // max(1, matrix.shape[1]))):
-        rounded = rows.to(dtype).float()
+    vector_C = _vector(version, width)[first : first + matrix.shape[1]].to(matrix.device)
+    at_once = (1 << (19 if matrix.is_cpu else 24)) // max(1, matrix.shape[1])  # rows; on CPUs they stay in the cache
+    # One buffer for all parts: fresh memory for each costs CPUs several times as much as the work.
+    buffer_RC = torch.empty(min(max(1, at_once), len(matrix)), matrix.shape[1], device=matrix.device)
+    products = []
+    for rows in torch.split(matrix, max(1, len(buffer_RC))):
+        part_RC = buffer_RC[: len(rows)].copy_(rows.to(dtype))
         # On GPUs a matrix-vector product may be rounded to TF32.
-        products.append(torch.mv(rounded, signs) if not rounded.is_cuda else (rounded * signs).sum(1))
+        products.append(torch.mv(part_RC, vector_C) if part_RC.is_cpu else part_RC.mul_(vector_C).sum(1))
     return _Reading(value_RC, column_C, torch.cat(products).double(), width)
 
 
@@ -177,19 +180,25 @@ def _checksum(
         part_RC = value_RC[start : start + rows] + 0.0  # -0.0 becomes 0.0
         bits_R = (part_RC.contiguous().view(_INTEGERS[part_RC.element_size()]).long() * factor_C).sum(1)
         count, bits = count + part_RC.numel(), bits + int((bits_R * (number_R | 1)).sum())
-        weight_R = 1.0 + (number_R >> 11).double() * 2.0**-53  # 0.5 to 1.5, so that exchanged rows change a sum
+        unit_R = number_R.double() * 2.0**-63
+        # 0.5 to 1.5, so that exchanged rows change a sum; of both signs, so that equal rows do not add up rounding.
+        weight_R = unit_R + 0.5 * unit_R.sign()
         product = weight_R * product_R[start : start + rows]
+        size = weight_R.square() * reading.width * part_RC.double().square().sum(1) / max(1, part_RC.shape[1])
         error = (product.abs() + reading.smallest).square() * reading.rounding**2
         place_R = torch.arange(first, first + rows, device=device) % _SUMS
         sums.index_add_(1, place_R, torch.stack([product, error]))
-        sums[1] += reading.width * _FLOAT32**2 * product.square().sum()  # kernels and we add up in float32
+        # Kernels and we add up in float32.  The terms' sizes are guessed from product and columns: either may be small.
+        sums[1] += reading.width * _FLOAT32**2 * torch.maximum(product.square(), size).sum()
     return (count, bits % _MODULO, sums[0].tolist()), sums[1].tolist()
 
 
 @functools.lru_cache(maxsize=4)
-def _signs(version: int, width: int) -> Tensor:
-    """Return float32 (width,) of random signs, the vector of a projection."""
-    return (_random(version, "columns", width) < 0).float() * 2.0 - 1.0
+def _vector(version: int, width: int) -> Tensor:
+    """Return float32 (width,), the vector of a projection: +-1 to +-1.94 in 16 steps, exact in every dtype."""
+    number_C = _random(version, "columns", width)
+    size_C = 1.0 + (number_C >> 8 & 15).float() / 16.0
+    return torch.where(number_C < 0, -size_C, size_C)
 
 
 def _random(version: int, name: str, count: int) -> Tensor:

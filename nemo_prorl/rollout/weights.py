@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 MARKER = ".prorl-weights"
 _OURS = re.compile(r"weights-\d{8,}\.safetensors(\.\d+\.tmp)?")
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-_HEADER_BYTES = 1 << 21  # bytes reserved for the header: enough for 4,000 tensors
+_HEADER_BYTES = 1 << 22  # bytes reserved for the header: enough for 8,000 tensors
 
 
 def weights_folder(run_dir: str | Path, node: int | None = None) -> Path:

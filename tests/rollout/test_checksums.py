@@ -54,7 +54,9 @@ def test_random_numbers_are_the_same_on_every_machine() -> None:
     tensor = torch.arange(24, dtype=torch.float32).reshape(4, 6) - 11.0
     count, bits, sums = published("a.weight", tensor, 3, torch.float32)
     assert (count, bits) == (16, 563901242327171072)
-    assert sums[:5] == pytest.approx([-23.727347753890932, -3.261363677792495, 7.472175070067246, 20.309082464646, 0.0])
+    assert sums[:5] == pytest.approx(
+        [19.775369115465285, -4.856534023587195, -4.563395233173808, -11.759403467569543, 0]
+    )
 
 
 def test_a_checksum_is_that_of_the_engines_dtype(tmp_path: Path) -> None:
@@ -102,7 +104,7 @@ class Model(nn.Module):
                 [weights[f"{n}_proj.{kind}"][WIDTH * at : WIDTH * (at + count)] for n, (at, count) in rows.items()]
             )
 
-        attributes = {"num_heads": heads, "num_kv_head_replicas": replicas, "packed": packed}
+        attributes: dict[str, Any] = {"num_heads": heads, "num_kv_head_replicas": replicas, "packed": packed}
         self.qkv_proj = Shard(part("weight"), part("bias"), **attributes)
         own = HIDDEN // ranks
         self.o_proj = Shard(weights["o_proj.weight"][:, rank * own : (rank + 1) * own], packed=packed)
@@ -154,15 +156,18 @@ def test_merged_and_shared_tensors_are_compared(ranks: int, packed: bool) -> Non
         assert name in wrong.split("+")
 
 
+@pytest.mark.parametrize("equal", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("packed", [False, True])
-def test_rounding_of_large_layers_is_no_difference(dtype: torch.dtype, packed: bool) -> None:
-    """A false difference would end an engine, so rows of very different size and sums of many values must pass."""
+def test_rounding_of_large_layers_is_no_difference(dtype: torch.dtype, packed: bool, equal: bool) -> None:
+    """A false difference would end an engine: rows of very different size, and equal ones, must pass."""
     generator = torch.Generator().manual_seed(5)
     weight = torch.randn(700, 3000, generator=generator) * torch.randn(700, 1, generator=generator).exp()
     weight[3] *= 100.0
     weight[4] *= 1e-4
-    model = nn.Module()
+    if equal:
+        weight = torch.full_like(weight, 0.01)
+    model: Any = nn.Module()
     model.down = Shard(weight.to(dtype), packed=packed)
     for version in range(40):
         expected = {"down.weight": published("down.weight", weight, version, dtype)}
@@ -200,7 +205,8 @@ def one_value_doubled(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 UNREAD = torch.tensor([c for c in range(HIDDEN) if c not in columns_of(HIDDEN, VERSION).tolist()])
-DAMAGES = {
+Damage = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+DAMAGES: dict[Damage, list[str]] = {
     swapped: ["gate_proj.weight+up_proj.weight"],
     rows_shuffled: ["o_proj.weight"],
     two_rows_exchanged: ["o_proj.weight", "norm.weight"],
@@ -215,7 +221,7 @@ DAMAGES = {
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damages_outside_the_read_columns_are_found_in_one_load(
-    damage: Callable[[dict[str, Tensor]], dict[str, Tensor]], ranks: int, packed: bool, dtype: torch.dtype
+    damage: Damage, ranks: int, packed: bool, dtype: torch.dtype
 ) -> None:
     publish = weights_of(1)
     assert compared(publish, publish, ranks, packed, dtype) == ([], [])

@@ -276,8 +276,7 @@ class Trainer:
             percent, way = 100.0 * abs(warmer - 1.0), "higher" if warmer > 1.0 else "lower"
             self.records.alarm(
                 metrics.step,
-                f"the temperature of the engine is at least {percent:.3g} % {way} than trainer.grpo.temperature"
-                f" (mean difference: {mean:.3g} nats per token)",
+                f"the temperature of the engine is at least {percent:.3g} % {way} than trainer.grpo.temperature",
             )
         if mean > limit:
             self.records.alarm(

@@ -185,8 +185,8 @@ class Rollouts:
                 more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
                 self._records.alarm(
                     step,
-                    f"{engine} cannot compare {len(names)} tensors with the published ones, so a wrong load of them"
-                    f" would not be found: {', '.join(names[:_NAMED])}{more}",
+                    f"{engine} cannot compare {len(names)} tensors with the published ones:"
+                    f" {', '.join(names[:_NAMED])}{more}",
                 )
 
     def await_next(self, metrics: Metrics) -> None:

@@ -152,12 +152,12 @@ def steady(count: int, seed: int, rules: ResetRulesConfig, every: int, gain: flo
     memory = math.exp(-every / 200)
     for trace in range(count):
         rng = random.Random(f"steady {seed} {trace}")
-        lines, drift = [], rng.gauss(0.0, wander)
+        lines, recorded, drift = list[dict[str, Any]](), {}, rng.gauss(0.0, wander)
         for step in range(every, LONG + 1, every):
             drift = memory * drift + math.sqrt(1 - memory**2) * rng.gauss(0.0, wander)
             value = 0.3 + gain * step / 300 + drift + rng.gauss(0.0, SCATTER)
             lines.append({"step": step, "validation/math": value})
-        recorded = {line["step"]: {"math": 2 * SCATTER} for line in lines}
+            recorded[step] = {"math": 2 * SCATTER}
         first += [f.step for f in replay(lines, rules, recorded) if f.rule == "plateau"][:1]
     return f"{len(first)} at {median(first):.0f}" if first else "0"
 

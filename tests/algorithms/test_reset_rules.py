@@ -153,7 +153,8 @@ class TestPlateau:
         assert told(lines, replace(self.RULES, plateau_gain=seen - 1e-9)) == []
 
     def test_the_score_at_the_windows_first_step_counts(self) -> None:
-        lines = [{"step": 1}, *({"step": s, "validation/math": 0.5} for s in range(50, 201, 50))]
+        lines: list[dict[str, Any]] = [{"step": s, "validation/math": 0.5} for s in range(50, 201, 50)]
+        lines.insert(0, {"step": 1})
         assert told(lines, replace(self.RULES, plateau_steps=150)) == [("plateau", 200, "blend")]
 
     def test_noise_that_hides_the_gain_says_nothing_until_the_window_is_long(self) -> None:

@@ -296,6 +296,7 @@ RAISED = {
     "the verifier of task": "test_wiring.py::test_a_verifier_that_errs_on_canaries_alarms_also_after_a_resume",
     "every training prompt was": "test_wiring.py::test_every_prompt_retired_alarms",
     " cannot compare ": "test_wiring.py::test_tensors_that_engines_cannot_compare_alarm_once",
+    "; the first: ": "../rollout/test_report.py::test_responses_without_a_verdict_are_an_alarm_once_in_a_row_of_steps",
     " did not wake (": "test_wiring.py::test_an_engine_that_did_not_wake_alarms",
     " is restarted again after": "../test_usage.py::test_",
     " was written by version": "test_wiring.py::test_a_stage_of_another_version_alarms",

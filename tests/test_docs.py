@@ -109,12 +109,18 @@ def test_every_benchmark_has_its_question() -> None:
     assert sorted(rows) == sorted({path.name for path in (ROOT / "benchmarks").glob("*.py")} - helpers)
 
 
+def test_the_tests_of_differences_are_those_of_the_results() -> None:
+    script = [sys.executable, str(ROOT / "benchmarks" / "significance.py")]
+    made = subprocess.run(script, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert made == (ROOT / "benchmarks" / "results" / "significance.txt").read_text()
+
+
 LIMIT = 1500  # words of a page, as `wc -w` counts them, without a generated table
 GENERATED = {"configuration.md", "commands.md", "schemas.md"}
 
 
 def test_pages_are_short() -> None:
-    table = re.compile(r"<!-- sources.*?<!-- end of sources", re.DOTALL)
+    table = re.compile(r"<!-- sources.*?<!-- end of sources|<!-- table -->.*?<!-- /table -->", re.DOTALL)
     words = {page.name: len(table.sub("", page.read_text()).split()) for page in DOCS.rglob("*.md")}
     assert {name: count for name, count in words.items() if count >= LIMIT and name not in GENERATED} == {}
 

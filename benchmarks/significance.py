@@ -61,6 +61,17 @@ def of_ablations() -> dict[str, list[float]]:
     }
 
 
+def of_entropy() -> Iterator[str]:
+    """Yield a line for each arm of the ablations: entropy over the first and last ten steps, and seconds."""
+    yield f"{'means over seeds':42}{'entropy, first 10':>17}{'last 10':>9}{'ratio':>7}{'seconds of seed 1':>19}"
+    for arm in ablations.ARMS:
+        if mine := [result for result in ablations.results() if result["arm"] == arm]:
+            first = statistics.mean(ablations.tail_mean(result["entropy"][:10]) for result in mine)
+            last = statistics.mean(ablations.tail_mean(result["entropy"]) for result in mine)
+            seconds = next(result["seconds"][-1] for result in mine if result["seed"] == 1)
+            yield f"{arm:42}{first:17.3f}{last:9.3f}{last / first:7.2f}{seconds:19.0f}"
+
+
 def of_resets() -> dict[str, list[float]]:
     """Return the differences of the score at the end of each arm from "no reset" (and others), seed by seed."""
     runs = [result for result in resets.results() if not result["arm"].startswith("pilot")]
@@ -122,7 +133,13 @@ def of_pilots() -> Iterator[str]:
 
 def main() -> int:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    lines = ["ablations: gain against the first of the group, three seeds", *comparisons(of_ablations()), ""]
+    lines = [
+        "ablations: gain against the first of the group, three seeds",
+        *comparisons(of_ablations()),
+        "",
+        *of_entropy(),
+        "",
+    ]
     lines += ["resets: score at the end, three seeds", *comparisons(of_resets()), "", *of_curves(), ""]
     lines += ["choice of the KL coefficient: scores after 1,000 steps, seed 1", *of_pilots()]
     sys.stdout.write("\n".join(lines) + "\n")

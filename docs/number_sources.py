@@ -57,6 +57,7 @@ SCRIPTS = {  # pages and tables that a script writes
 }
 TABLES = {
     ("docs/howto/prepare_data.md", "sources"): "docs/data_sources.py",
+    ("docs/howto/forecast.md", "families"): "benchmarks/forecast_families.py --page",
     ("docs/explanation/ablations.md", "table"): "benchmarks/ablations.py --report",
     ("docs/explanation/reset_experiment.md", "table"): "benchmarks/resets.py --report",
 }

@@ -46,8 +46,8 @@ VERSION = re.compile(
 )
 MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"
 NAMED = re.compile(  # words before a whole number that is a name
-    r"(?:[Ss]teps?|[Ss]eeds?|[Cc]odes?|exits?|[Ss]tages?|[Rr]uns?|[Rr]anks?|[Nn]odes?|[Rr]ows?|[Ll]evels?|[Ss]tatus|ends|draft"
-    rf"|HTTP|port|AIME|MATH|UTF|RFC|{MONTHS})(?: with)? (?:\d+(?:,| and| to| or) )*$"
+    r"(?:\b(?i:steps?|seeds?|codes?|exits?|stages?|runs?|ranks?|nodes?|rows?|levels?|status|ends|draft|http|port|aime|math)|UTF|RFC"
+    rf"|{MONTHS})(?: with)? (?:\d+(?:,| and| to| or) )*$"
 )
 MONTH = re.compile(rf" (?:{MONTHS})\b")
 SCRIPTS = {  # pages and tables that a script writes
@@ -253,8 +253,9 @@ def linked(text: str) -> list[str]:
 
 def from_results(number: Number) -> Source | None:
     """Return the line of a result that has this number and most words and numbers of the text around it."""
-    near = dict.fromkeys([*linked(number.block), *linked(number.lead)], 2)
-    ranks = dict.fromkeys([*linked(number.section), number.page], 0) | dict.fromkeys(number.named, 1) | near
+    near = [*linked(number.block), *(linked(number.lead) if number.block.startswith("|") else [])]
+    ranks = dict.fromkeys([*linked(number.section), number.page], 0)
+    ranks |= dict.fromkeys(number.named, 1) | dict.fromkeys(near, 2)
     words, others = set(re.findall(r"[a-z]{3,}", number.block.lower())), set(NUMBER.findall(number.block))
     best: tuple[tuple[int, int], Source] | None = None
     for file, rank in ranks.items():

@@ -78,7 +78,8 @@ def test_a_context_that_is_too_small_is_named_as_train_names_it(tmp_path: Path) 
     write_model(tmp_path / "model", MODELS[next(iter(MODELS))] | {"max_position_embeddings": 512})
     model = f"pretrained_checkpoint.restore_from_path={tmp_path / 'model'}"
     tiny = ("trainer.warmup.steps=0", "trainer.grpo.context_tokens=8", "trainer.grpo.max_response_tokens=4")
-    found = run(tmp_path, model, *tiny, "data.prompt=text")
+    few = "data.train=[{name: few, generator: reasoning_gym:chain_sum, size: 20}]"
+    found = run(tmp_path, model, *tiny, "data.prompt=text", few)
     assert "trainer.grpo.context_tokens=8 leaves no room for a response to these prompts" in found.stderr
     assert "--context" not in found.stderr
 

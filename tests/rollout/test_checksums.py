@@ -333,14 +333,15 @@ def loads_two(engine: EngineProcess, first: dict[str, Tensor], second: dict[str,
     assert named in engine.log.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.parametrize(
     ("tensor", "named"),
     [
         ("model.layers.2.self_attn.k_proj.weight", "self_attn.q_proj.weight+model.layers.2.self_attn.k_proj.weight"),
-        pytest.param("model.layers.1.mlp.down_proj.weight", "mlp.down_proj", marks=pytest.mark.slow),
-        pytest.param("model.embed_tokens.weight", "model.embed_tokens.weight", marks=pytest.mark.slow),
-        pytest.param("model.layers.0.self_attn.v_proj.bias", "self_attn.v_proj.bias", marks=pytest.mark.slow),
+        ("model.layers.1.mlp.down_proj.weight", "mlp.down_proj"),
+        ("model.embed_tokens.weight", "model.embed_tokens.weight"),
+        ("model.layers.0.self_attn.v_proj.bias", "self_attn.v_proj.bias"),
     ],
 )
 def test_an_engine_with_one_tensor_of_the_step_before_ends_and_names_it(
@@ -385,6 +386,7 @@ def test_an_engine_with_damaged_weights_ends_at_the_first_load(
     loads_two(fresh, weights, weights, named)
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_an_engine_says_which_tensors_it_could_not_compare(
     fresh: EngineProcess, models: dict[str, Path], tmp_path: Path

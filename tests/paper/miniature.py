@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 STAGES = [f"run{k}" for k in range(1, 9)]
 STEPS = 3
-STEPS_BEFORE = 6  # of runs 1 to 3, so that run 3 can be stopped early
+STEPS_BEFORE = 12  # of runs 1 to 3, so that run 3 can be stopped early
 SMALL = [
     "trainer.warmup.steps=0",
     f"trainer.grpo.max_steps={STEPS}",
@@ -154,8 +154,8 @@ def train(walk: Walk, slurm: Slurm) -> None:
     jobs = jobs_of(chain)
     completed(slurm, jobs["run2"], "run2")
     wait("step 2 of run 3", lambda: steps_of(chain / "run3") >= 2, _PATIENCE_S)
-    walk.prorl("status", chain)
     walk.prorl("control", chain / "run3", "stop")
+    walk.prorl("status", chain)
     slurm.wait(jobs["run3"], _PATIENCE_S)
     picked = sorted((chain / "run3" / "checkpoints").glob("step-*"))[0]
     walk.prorl("status", chain / "run3")

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import ablations
 import resets
 
-T95 = 4.3027  # two-sided 95 % quantile of t with 2 degrees of freedom
+T95 = resets.T95[3]
 LAST = range(resets.STEPS - 3 * resets.EVERY, resets.STEPS + 1, resets.EVERY)
 
 

@@ -3,6 +3,7 @@
 import argparse
 import ast
 import functools
+import json
 import re
 import runpy
 import shlex
@@ -30,6 +31,21 @@ ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted(path for folder in ("nemo_prorl", "launcher") for path in (ROOT / folder).rglob("*.py"))
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+
+
+def test_the_readme_s_outcome_is_that_of_the_report_in_the_tour() -> None:
+    """Both are the laptop's first run; docs/tour/report.html was made by it."""
+    report = (DOCS / "tour" / "report.html").read_text()
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', report, re.S)
+    assert found is not None
+    scores = {one["name"]: one for one in json.loads(found[1])["curves"][0]["outcome"]["scores"]}
+    told = re.search(r"<!-- outcome -->(.*?)<!-- /outcome -->", (ROOT / "README.md").read_text(), re.S)
+    assert told is not None
+    lines = re.findall(r"^ *(\w+):? +(0\.\d+) -> (0\.\d+) +\(([+-]0\.\d+)", told[1], re.M)
+    assert {name for name, *_ in lines} == set(scores)
+    for name, *numbers in lines:
+        before, after = scores[name]["before"], scores[name]["after"]
+        assert numbers == [f"{before:.3f}", f"{after:.3f}", f"{after - before:+.3f}"], name
 
 
 def pages(*names: str) -> Any:

@@ -8,7 +8,7 @@
 
 The same random Qwen2 of 0.9 million parameters, the same prompts (two-term chain_sum), the same rewards (our puzzles
 plugin), 48 prompts x 16 responses, 4 updates per step, the same learning rate, clipping, temperature and KL, the same
-cores.  With --model, the prompts ask for texts with constraints, in the model's chat template, 8 prompts x 8 responses.
+cores, the same settings of malloc.  With --model, the prompts ask for texts with constraints, in the model's chat template, 8 prompts x 8 responses.
 Each side runs in several ways (--trl, --prorl), such as one process with a thread per core or one process per
 core; the fastest way of each side is compared.  Blocks of steps alternate; the first step of a block warms caches and
 does not count.  The time of a step is the wall time between the ends of two steps.
@@ -32,6 +32,8 @@ from typing import Any
 import psutil
 from machine import describe
 
+from nemo_prorl.launcher.supervisor import HEAP
+
 ROOT = Path(__file__).resolve().parent.parent
 PRORL = Path(sys.executable).with_name("prorl")
 TRL_PYTHON = ROOT / ".venv" / "trl" / "bin" / "python"
@@ -54,8 +56,8 @@ class Workload:
     learning_lr: float = 2e-4
 
 
-WORKLOADS = {"short": Workload(64, 4, 256), "long": Workload(512, 1, 512)}
-REAL = Workload(96, 2, 1000, prompts=8, samples=8, room=160, plugin="instructions", temperature=1.0, learning_lr=2e-5)
+WORKLOADS = {"short": Workload(64, 4, 256), "long": Workload(512, 2, 512)}
+REAL = Workload(96, 4, 1000, prompts=8, samples=8, room=160, plugin="instructions", temperature=1.0, learning_lr=2e-5)
 LEARN_CAP = 16  # maximum tokens of a response in the learning curves of the small model
 # TRL's modes on a CPU.  Its vLLM server mode sends weights over NCCL and refuses any device but CUDA
 # (trl/generation/vllm_client.py), and vLLM in its process needs a vLLM up to 0.31 for GPUs.
@@ -270,7 +272,7 @@ def run_trl(folder: Path, job: dict[str, Any]) -> Block:
         stdout=subprocess.PIPE,
         stderr=(folder / "log.txt").open("w"),
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": str(job["threads"]), "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, **HEAP, "OMP_NUM_THREADS": str(job["threads"]), "HF_HUB_OFFLINE": "1"},
     )
     memory, block = Memory(process.pid), Block()
     assert process.stdout is not None

@@ -43,7 +43,7 @@ PACKAGE = Path(nemo_prorl.__file__).parent
 _HOLD_S = 6 * 3600.0  # seconds an engine waits until the others wake; longer than any phase of the trainer
 # On a CPU, glibc returns the memory of a freed tensor to the kernel, which then maps the next tensor page by page.
 # With these limits in bytes a process keeps the memory; only larger tensors are mapped again.
-_HEAP = {"MALLOC_MMAP_THRESHOLD_": str(64 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
+HEAP = {"MALLOC_MMAP_THRESHOLD_": str(64 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
 _LAST_LINES, _LINE_CHARS = 15, 2000  # lines of a process's log in the report of its failure; characters per line
 # Variables that mark a Slurm task.  Our processes are not Slurm tasks, but libraries would take them for tasks.
 _TASK_VARIABLES = tuple(
@@ -241,7 +241,7 @@ class Node:
     ) -> Child:
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(_TASK_VARIABLES)}
         inherited = for_engine(inherited) if engine else inherited
-        heap = _HEAP if self.cfg.trainer.accelerator == "cpu" else {}
+        heap = HEAP if self.cfg.trainer.accelerator == "cpu" else {}
         env = {**env, stacks.VARIABLE: str(self._stacks_file)}
         return Child(
             name,

@@ -8,10 +8,10 @@
 
 The same random Qwen2 of 0.9 million parameters, the same prompts (two-term chain_sum), the same rewards (our puzzles
 plugin), 48 prompts x 16 responses, 4 updates per step, the same learning rate, clipping, temperature and KL, the same
-cores, the same settings of malloc.  With --model, the prompts ask for texts with constraints, in the model's chat template, 8 prompts x 8 responses.
-Each side runs in several ways (--trl, --prorl), such as one process with a thread per core or one process per
-core; the fastest way of each side is compared.  Blocks of steps alternate; the first step of a block warms caches and
-does not count.  The time of a step is the wall time between the ends of two steps.
+cores, the same settings of malloc.  With --model, the prompts ask for texts with constraints, in the model's chat
+template, 8 prompts x 8 responses.  Each side runs in several ways (--trl, --prorl), such as one process with a thread
+per core or one process per core; the fastest way of each side is compared.  Blocks of steps alternate; the first step
+of a block warms caches and does not count.  The time of a step is the wall time between the ends of two steps.
 """
 
 import argparse

@@ -386,7 +386,8 @@ def t_quantile(sigmas: float, dof: float) -> float:
 
     It is computed by an expansion in 1 / dof, with z = `sigmas`:
     z + (z^3 + z) / (4 dof) + (5 z^5 + 16 z^3 + 3 z) / (96 dof^2) + (3 z^7 + 19 z^5 + 17 z^3 - 15 z) / (384 dof^3)
-    (Abramowitz and Stegun 26.7.5).
+    (Abramowitz and Stegun 26.7.5).  Below about 5 degrees of freedom it is far too low for z = 4; the error rates in
+    benchmarks/results/triggers-2026-11-26.txt are those of the rules with this expansion.
     """
     z = sigmas
     first = (z**3 + z) / 4.0

@@ -1,5 +1,6 @@
 """The times and states of processes, from /proc: by them a judge that computes is told from one that gets no CPU.
 
+psutil has these times, too, but looks through all processes of the machine for descendants: milliseconds a verdict.
 A process that vanishes meanwhile raises OSError, or counts as 0 if it is a descendant.
 """
 
@@ -7,9 +8,7 @@ import contextlib
 import os
 from pathlib import Path
 
-QUEUED_S = (
-    30.0  # a judge or program that waits longer for a busy CPU is not judged; up to this, waiting is not its time
-)
+QUEUED_S = 30.0  # waiting for a busy CPU up to this is not a judge's or program's time; who waits longer is not judged
 _TICKS = os.sysconf("SC_CLK_TCK")  # ticks in a second
 _STATE, _OWN, _WITH_ENDED = 0, slice(11, 13), slice(11, 15)  # fields of /proc/PID/stat after the name
 

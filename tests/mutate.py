@@ -10,6 +10,7 @@ import argparse
 import ast
 import json
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -17,11 +18,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "tests")]
+
+from mutation import in_fork  # noqa: E402
+
 SMALL = [
     "tests/lifecycle/test_training_step.py",
     "tests/lifecycle/test_hard_resets.py",
@@ -158,44 +163,55 @@ def copy_tree(folder: Path) -> None:
     (folder / ".venv").symlink_to((ROOT / ".venv").resolve())
 
 
-def tests_of(root: Path, folder: str, file: str) -> list[str]:
-    """Return the tests of a file of a folder: first those that name its module, because they notice most."""
-    module = file.removesuffix(".py").replace("/", ".")
-    paths = [root / path for path in FOLDERS[folder][1]]
-    files = [path for part in paths for path in (sorted(part.glob("test_*.py")) if part.is_dir() else [part])]
-    named = [
-        path
-        for path in files
-        if module in path.read_text() or f"import {module.rpartition('.')[2]}" in path.read_text()
-    ]
-    return [str(path.relative_to(root)) for path in dict.fromkeys([*named, *files])]
+def run_tests(root: Path, tests: list[str], seconds: float) -> str:
+    """Run tests in a fork of this process, which has imported what is slow to import; return the outcome."""
+
+    def run() -> bool:
+        for stream in (1, 2):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        return session(root, tests, "", ["-x"]) == 0
+
+    return in_fork(root, run)[0]
 
 
-def run_tests(root: Path, tests: list[str], marks: str, seconds: float) -> tuple[str, float]:
-    """Run tests in a fork of this process, which has imported what is slow to import; return outcome and seconds."""
-    began, pid = time.monotonic(), os.fork()
-    if pid == 0:
-        os.setsid()
-        os.chdir(root)
-        plugins = [str(path) for path in sorted((root / "reward_plugins").iterdir())]
-        sys.path[:0] = [str(root), *plugins]
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(root), *plugins])
-        sys.dont_write_bytecode = True
-        with open(root / "output.txt", "w") as output:
-            os.dup2(output.fileno(), 1)
-            os.dup2(output.fileno(), 2)
-        import pytest
+def session(root: Path, tests: list[str], marks: str, options: list[Any]) -> int:
+    """Run pytest in a copy of the tree, with its modules and plugins; return its exit code."""
+    os.chdir(root)
+    plugins = [str(path) for path in sorted((root / "reward_plugins").glob("*"))]
+    sys.path[:0] = [str(root), *plugins]
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(root), *plugins])
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    sys.dont_write_bytecode = True
+    words = [word for word in options if isinstance(word, str)]
+    import pytest
 
-        os._exit(int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", marks, *tests])))
-    while time.monotonic() - began < seconds:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            code = os.waitstatus_to_exitcode(status)
-            return {0: "survived", 1: "killed", 5: "no test"}.get(code, "killed"), time.monotonic() - began
-        time.sleep(0.1)
-    os.killpg(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return "timeout", time.monotonic() - began
+    words += ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *(["-m", marks] if marks else []), *tests]
+    return int(pytest.main(words, plugins=[plugin for plugin in options if not isinstance(plugin, str)]))
+
+
+def try_folder(root: Path, folder: str, mutants: list[Mutant], report: Callable[[Mutant, str, float], None]) -> None:
+    """Try the mutants of one folder: those of functions in one session, the others in a session each."""
+    marks = MARKS.get(folder, "not slow and not vllm and not nemo")
+    later, tests = root / "later.pickle", FOLDERS[folder][1]
+
+    def try_functions() -> bool:
+        from mutation import Session
+
+        plugin = Session(root, mutants, report)
+        code = session(root, tests, marks, [plugin])
+        later.write_bytes(pickle.dumps(plugin.later))
+        return code == 0
+
+    outcome, _ = in_fork(root, try_functions)
+    if outcome != "survived":
+        sys.exit(f"{folder}: the session of the tests failed; without a mutation they must pass")
+    for mutant, chosen, seconds in pickle.loads(later.read_bytes()):
+        began, source = time.monotonic(), (root / mutant.file).read_bytes()
+        (root / mutant.file).write_bytes(mutant.applied(source))
+        outcome = run_tests(root, chosen, 60.0 + 10.0 * seconds)
+        (root / mutant.file).write_bytes(source)
+        report(mutant, outcome, time.monotonic() - began)
 
 
 def reasons() -> dict[str, str]:
@@ -237,36 +253,23 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for module in ("numpy", "scipy", "torch", "torch.utils._pytree", "safetensors.torch", "omegaconf", "pytest"):
         __import__(module)
+    terminal = os.fdopen(os.dup(2), "w", buffering=1)  # pytest captures the other
     with tempfile.TemporaryDirectory(prefix="prorl-mutants-") as name:
         root = Path(name)
         copy_tree(root)
         chosen = sample(root, args.folders or list(FOLDERS), args.sample, random.Random(args.seed))
-        usual: dict[str, float] = {}  # seconds of a folder's tests
-        for number, (folder, mutant) in enumerate(chosen, 1):
-            if (mutant.key, mutant.begin[0]) in tried:
-                continue
-            marks = MARKS.get(folder, "not slow and not vllm and not nemo")
-            tests = tests_of(root, folder, mutant.file)
-            if folder not in usual:
-                outcome, usual[folder] = run_tests(root, tests, marks, 3600.0)
-                if outcome != "survived":
-                    output = (root / "output.txt").read_text()
-                    sys.exit(f"{folder}: the tests must pass without a mutation:\n{output[-2000:]}")
-            source = (root / mutant.file).read_bytes()
-            (root / mutant.file).write_bytes(mutant.applied(source))
-            outcome, seconds = run_tests(root, tests, marks, 60.0 + 4.0 * usual[folder])
-            (root / mutant.file).write_bytes(source)
-            row = {
-                "folder": folder,
-                "key": mutant.key,
-                "line": mutant.begin[0],
-                "outcome": outcome,
-                "seconds": round(seconds, 1),
-            }
-            rows.append(row)
-            with args.results.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-            sys.stderr.write(f"{number}/{len(chosen)} {outcome} in {seconds:.0f} s: {mutant.key[:150]}\n")
+        new = [(folder, mutant) for folder, mutant in chosen if (mutant.key, mutant.begin[0]) not in tried]
+        for folder in dict.fromkeys(folder for folder, _ in new):
+            mine = [mutant for one, mutant in new if one == folder]
+
+            def report(mutant: Mutant, outcome: str, seconds: float, folder: str = folder) -> None:
+                row = {"folder": folder, "key": mutant.key, "line": mutant.begin[0], "outcome": outcome}
+                with args.results.open("a") as file:
+                    file.write(json.dumps({**row, "seconds": round(seconds, 1)}) + "\n")
+                terminal.write(f"{folder}: {outcome} in {seconds:.1f} s: {mutant.begin[0]} {mutant.key[:150]}\n")
+
+            try_folder(root, folder, mine, report)
+    rows = [json.loads(line) for line in args.results.read_text().splitlines()] if args.results.is_file() else []
     sys.stdout.write(table(rows))
 
 

@@ -1,7 +1,6 @@
 """The mutants of `make mutate`: what is changed, and that a run of tests tells a killed mutant from a survivor."""
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -60,12 +59,8 @@ def test_each_kind_of_change_is_made_once_and_gives_a_program(tmp_path: Path) ->
 
 def test_every_folder_has_files_and_tests(root: Path) -> None:
     for folder, (files, tests) in mutate.FOLDERS.items():
-        found = sorted(str(path.relative_to(root)) for path in root.glob(files))
-        assert found, folder
+        assert list(root.glob(files)), folder
         assert all((root / test).exists() for test in tests), folder
-        first = mutate.tests_of(root, folder, found[0])
-        assert first
-        assert set(first) == set(mutate.tests_of(root, folder, found[-1]))
 
 
 def test_a_sample_is_spread_over_the_folders_and_repeatable(root: Path) -> None:
@@ -74,27 +69,101 @@ def test_a_sample_is_spread_over_the_folders_and_repeatable(root: Path) -> None:
     assert [folder for folder, _ in one] == ["trainer", "scaling"] * 10
 
 
+CODE = """LIMIT = 3
+
+
+def clipped(x: int) -> int:
+    if x > LIMIT:
+        return LIMIT
+    return x
+
+
+def unused() -> int:
+    return 5
+
+
+def counted(n: int) -> int:
+    total = 0
+    while total < n:
+        total += 1
+    return total
+
+
+def bounds(least: int = 1) -> int:
+    return least
+"""
+TESTS = """import pytest
+
+from code_under_test import bounds, clipped, counted
+
+
+@pytest.fixture(scope="module")
+def shared() -> int:
+    return counted(3)
+
+
+def test_clipped() -> None:
+    assert clipped(9) == 3
+
+
+def test_counted(shared: int) -> None:
+    assert shared == 3
+
+
+def test_bounds() -> None:
+    assert bounds() == 1
+"""
+OUTCOMES = {
+    "x > LIMIT -> not (x > LIMIT)": "killed",
+    "x > LIMIT -> x >= LIMIT": "survived",
+    "return LIMIT -> return None": "killed",
+    "return x -> return None": "survived",  # no test runs this line; those that run its file do not notice
+    "3 -> 4": "killed",  # a constant of the module
+    "return 5 -> return None": "survived",
+    "5 -> 6": "survived",
+    "0 -> 1": "survived",
+    "total < n -> total <= n": "killed",
+    "total < n -> not (total < n)": "killed",
+    "total += 1 -> pass": "timeout",  # no end
+    "1 -> 2": "killed",  # both the step and the default
+    "return total -> return None": "killed",
+    "return least -> return None": "killed",
+}
+
+
+def tried(folder: Path, tests: str) -> subprocess.CompletedProcess[str]:
+    """Try the mutants of CODE, in a process of its own, because the tool forks."""
+    (folder / "reward_plugins").mkdir()
+    (folder / "code_under_test.py").write_text(CODE)
+    (folder / "test_it.py").write_text(tests)
+    code = f"""import json, pathlib, sys
+sys.path.insert(0, {str(Path(mutate.__file__).parent)!r})
+import mutate, mutation
+root, found = pathlib.Path.cwd(), open("found.jsonl", "a", buffering=1)
+mutation.PATIENCE_S = 1.0
+mutate.FOLDERS = {{"it": ("code_under_test.py", ["test_it.py"])}}
+mutants = mutate.mutants_of(root, "code_under_test.py")
+mutate.try_folder(root, "it", mutants, lambda m, outcome, _: found.write(json.dumps([m.key, outcome]) + "\\n"))"""
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=180, check=False)
+
+
 @pytest.mark.starts
-def test_a_killed_mutant_is_told_from_a_survivor(tmp_path: Path) -> None:
-    """In a process of its own, because the tool forks."""
-    (tmp_path / "reward_plugins").mkdir()
-    code = f"import sys; sys.path.insert(0, {str(Path(mutate.__file__).parent)!r}); import mutate, json, pathlib\n"
-    code += "root = pathlib.Path.cwd()\nfound = []\n"
-    for name, body in (("good", "assert True"), ("bad", "assert False"), ("slow", "while True: pass")):
-        (tmp_path / f"test_{name}.py").write_text(f"def test_it():\n    {body}\n")
-        code += f"found.append(mutate.run_tests(root, ['test_{name}.py'], '', {5.0 if name == 'slow' else 60.0})[0])\n"
-    code += "print(json.dumps(found))"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert json.loads(done.stdout.splitlines()[-1]) == ["survived", "killed", "timeout"], done.stderr
+def test_killed_mutants_are_told_from_survivors(tmp_path: Path) -> None:
+    done = tried(tmp_path, TESTS)
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / "found.jsonl").read_text().splitlines()
+    found = {(key.split(": ")[1], outcome) for key, outcome in map(json.loads, lines)}
+    assert found == set(OUTCOMES.items())
+    assert (tmp_path / "code_under_test.py").read_text() == CODE
+
+
+@pytest.mark.starts
+def test_a_test_that_fails_without_a_mutation_ends_the_tool(tmp_path: Path) -> None:
+    done = tried(tmp_path, TESTS.replace("assert shared == 3", "assert shared == 4"))
+    assert done.returncode == 1
+    assert "test_it.py::test_counted" in done.stderr
+    assert "it: the session of the tests failed; without a mutation they must pass" in done.stderr
 
 
 def test_the_table_counts_by_folder_and_gives_reasons(monkeypatch: pytest.MonkeyPatch) -> None:

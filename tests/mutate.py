@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests")]
 
-from mutation import in_fork  # noqa: E402
+from mutation import in_fork  # type: ignore[import-not-found]  # noqa: E402
 
 SMALL = [
     "tests/lifecycle/test_training_step.py",
@@ -196,7 +196,7 @@ def try_folder(root: Path, folder: str, mutants: list[Mutant], report: Callable[
     later, tests = root / "later.pickle", FOLDERS[folder][1]
 
     def try_functions() -> bool:
-        from mutation import Session
+        from mutation import Session  # type: ignore[import-not-found]
 
         plugin = Session(root, mutants, report)
         code = session(root, tests, marks, [plugin])

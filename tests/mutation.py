@@ -213,7 +213,7 @@ class Tests:
             chosen = {node for node, one in self.reached.items() if any(file == mutant.file for file, _ in one.lines)}
         if not chosen:  # code that only other processes run
             chosen = set(self._naming(mutant.file))
-        ordered, seconds, most = sorted(chosen, key=lambda node: self.reached[node].seconds), 0.0, []
+        ordered, seconds, most = sorted(chosen, key=lambda node: self.reached[node].seconds), 0.0, list[str]()
         for node in ordered:
             seconds += self.reached[node].seconds
             if seconds <= MOST_SECONDS or not most:

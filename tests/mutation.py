@@ -25,7 +25,7 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 PATIENCE_S = 10.0  # and ten times what a test usually takes: then it hangs
-MOST_SECONDS = 120.0  # of the tests of one mutant; the slowest are left out
+MOST_SECONDS = 40.0  # of the tests of one mutant; the slowest are left out
 FUNCTION = 0x1  # CO_OPTIMIZED: the code object is a function's, not a class's or module's
 
 

@@ -50,6 +50,9 @@ OPPOSITE: dict[type, type] = {
     **{ast.In: ast.NotIn, ast.NotIn: ast.In},  # codespell:ignore
     **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult},
 }
+# For comparisons with a float or a quotient, whose two sides are never equal by chance.
+MIRRORED: dict[type, type] = {ast.Lt: ast.Gt, ast.LtE: ast.GtE, ast.Gt: ast.Lt, ast.GtE: ast.LtE}
+SURVIVED = ("survived", "no test")
 QUIET = ("_log.", "RECORDER.", "warnings.", "sys.stdout.", "logging.")  # calls that change no result
 
 
@@ -105,7 +108,8 @@ def walk(node: ast.AST) -> Iterator[ast.AST]:
 def changes(node: ast.AST) -> Iterator[tuple[Any, str]]:
     """Yield (node to replace, source of its replacement)."""
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
-        yield node, ast.unparse(ast.Compare(node.left, [OPPOSITE[type(node.ops[0])]()], node.comparators))
+        table = MIRRORED if has_float(node) and type(node.ops[0]) in MIRRORED else OPPOSITE
+        yield node, ast.unparse(ast.Compare(node.left, [table[type(node.ops[0])]()], node.comparators))
     elif isinstance(node, ast.BoolOp):
         yield node, f"({ast.unparse(ast.BoolOp(OPPOSITE[type(node.op)](), node.values))})"
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
@@ -120,6 +124,14 @@ def changes(node: ast.AST) -> Iterator[tuple[Any, str]]:
         yield node.test, f"not ({ast.unparse(node.test)})"
     else:
         yield from changed_statements(node)
+
+
+def has_float(node: ast.Compare) -> bool:
+    """Return whether a comparison shows that it compares floats."""
+    inner = list(ast.walk(node))
+    return any(
+        isinstance(one, ast.Div) or (isinstance(one, ast.Constant) and type(one.value) is float) for one in inner
+    )
 
 
 def changed_statements(node: ast.AST) -> Iterator[tuple[Any, str]]:
@@ -227,13 +239,13 @@ def table(rows: list[dict[str, Any]]) -> str:
     known, lines = reasons(), ["| folder | mutants | survived | with a reason |", "|---|---|---|---|"]
     for folder in FOLDERS:
         own = [row for row in rows if row["folder"] == folder]
-        left = [row for row in own if row["outcome"] in ("survived", "no test")]
+        left = [row for row in own if row["outcome"] in SURVIVED]
         excused = sum(row["key"] in known for row in left)
         if own:
             lines.append(f"| {folder} | {len(own)} | {len(left)} ({len(left) / len(own):.0%}) | {excused} |")
     lines += ["", "| survivor | line | reason |", "|---|---|---|"]
     for row in sorted(rows, key=lambda row: (row["key"], row["line"])):
-        if row["outcome"] in ("survived", "no test"):
+        if row["outcome"] in SURVIVED:
             text = row["key"].replace("|", "\\|")
             lines.append(f"| `{text[:200]}` | {row['line']} | {known.get(row['key'], row['outcome'])} |")
     return "\n".join(lines) + "\n"
@@ -245,10 +257,14 @@ def main() -> None:
     parser.add_argument("folders", nargs="*", choices=[[], *FOLDERS], default=[])
     parser.add_argument("--sample", type=int, help="number of mutants, spread evenly over the folders; default: all")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--again", action="store_true", help="try those again that survived and have no reason")
     parser.add_argument("--results", type=Path, default=ROOT / "runs" / "mutants.jsonl")
     args = parser.parse_args()
     args.results.parent.mkdir(parents=True, exist_ok=True)
     rows = [json.loads(line) for line in args.results.read_text().splitlines()] if args.results.is_file() else []
+    if args.again:
+        rows = [row for row in rows if row["outcome"] not in SURVIVED or row["key"] in reasons()]
+        args.results.write_text("".join(json.dumps(row) + "\n" for row in rows))
     tried = {(row["key"], row["line"]) for row in rows}
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for module in ("numpy", "scipy", "torch", "torch.utils._pytree", "safetensors.torch", "omegaconf", "pytest"):

@@ -27,6 +27,10 @@ def sign(x: int = 3, *, loud: bool = False) -> int:
 def raised(box: dict[str, int]) -> None:
     box["x"] = 1 + len(box)
     box.clear()
+
+
+def near(x: float) -> bool:
+    return x < 0.5
 '''
 
 
@@ -49,6 +53,9 @@ def test_each_kind_of_change_is_made_once_and_gives_a_program(tmp_path: Path) ->
         'box["x"] = 1 + len(box) -> return',
         "1 + len(box) -> (1 - len(box))",
         "box.clear() -> pass",
+        "x < 0.5 -> x > 0.5",  # not <=: floats are hardly ever equal
+        "0.5 -> 1.5",
+        "return x < 0.5 -> return None",
     }
     assert len(found) == len(changes) + 2  # 0 and 1 stand twice
     for mutant in found:

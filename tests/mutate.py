@@ -82,9 +82,16 @@ class Mutant(NamedTuple):
 def mutants_of(root: Path, file: str) -> list[Mutant]:
     """Return all mutants of a file, in the order of its lines."""
     source = (root / file).read_text()
-    found = []
-    for node in walk(ast.parse(source)):
-        for old, new in changes(node):
+    found, tree = [], ast.parse(source)
+    floats = frozenset(
+        target.id
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and type(node.value.value) is float
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    )
+    for node in walk(tree):
+        for old, new in changes(node, floats):
             begin, end = (old.lineno, old.col_offset), (old.end_lineno or 0, old.end_col_offset or 0)
             found.append(Mutant(file, begin, end, ast.get_source_segment(source, old) or "", new))
     return sorted(set(found))
@@ -105,10 +112,10 @@ def walk(node: ast.AST) -> Iterator[ast.AST]:
                 yield from walk(child)
 
 
-def changes(node: ast.AST) -> Iterator[tuple[Any, str]]:
-    """Yield (node to replace, source of its replacement)."""
+def changes(node: ast.AST, floats: frozenset[str]) -> Iterator[tuple[Any, str]]:
+    """Yield (node to replace, source of its replacement).  `floats`: the module's constants that are floats."""
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
-        table = MIRRORED if has_float(node) and type(node.ops[0]) in MIRRORED else OPPOSITE
+        table = MIRRORED if has_float(node, floats) and type(node.ops[0]) in MIRRORED else OPPOSITE
         yield node, ast.unparse(ast.Compare(node.left, [table[type(node.ops[0])]()], node.comparators))
     elif isinstance(node, ast.BoolOp):
         yield node, f"({ast.unparse(ast.BoolOp(OPPOSITE[type(node.op)](), node.values))})"
@@ -126,11 +133,13 @@ def changes(node: ast.AST) -> Iterator[tuple[Any, str]]:
         yield from changed_statements(node)
 
 
-def has_float(node: ast.Compare) -> bool:
+def has_float(node: ast.Compare, floats: frozenset[str]) -> bool:
     """Return whether a comparison shows that it compares floats."""
-    inner = list(ast.walk(node))
     return any(
-        isinstance(one, ast.Div) or (isinstance(one, ast.Constant) and type(one.value) is float) for one in inner
+        isinstance(one, ast.Div)
+        or (isinstance(one, ast.Constant) and type(one.value) is float)
+        or (isinstance(one, ast.Name) and one.id in floats)
+        for one in ast.walk(node)
     )
 
 

@@ -20,7 +20,7 @@ from nemo_prorl.report.read import Curve, RunRecord, number, part_of, read_curve
 if TYPE_CHECKING:
     from nemo_prorl.report.scaling import Curves
 
-LEAST_POINTS = 8  # as in scaling.py, which imports numpy
+LEAST_POINTS = 8  # validations that a fit needs: twice its parameters
 AHEAD_HOURS = 100.0  # GPU hours
 _LITTLE_SIGNAL = 0.2  # share of groups with a signal below which more of the same data teaches little
 _BACKTESTS = (0.4, 0.6, 0.8)

@@ -23,7 +23,6 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
-LEAST_POINTS = 8  # validations
 DRAWS = 1000
 LEVEL = (0.05, 0.95)  # a 90 % interval
 TOP = 1.0  # the highest score
@@ -226,7 +225,7 @@ def fit_family(power: float, compute: Floats, scores: Floats, errors: Floats) ->
 def noise_of(residuals: Floats) -> Noise:
     """Return how scores scatter, from the residuals of the best curve in units of the recorded errors."""
     count = len(residuals)
-    free = max(1, count - _PARAMETERS)
+    free = count - _PARAMETERS
     variance = (float(residuals @ residuals) + _SCATTER_WEIGHT * _SCATTER**2) / (free + _SCATTER_WEIGHT)
     variance = max(variance, _LEAST_SCATTER**2)
     centred = residuals - residuals.mean()
@@ -239,7 +238,7 @@ def noise_of(residuals: Floats) -> Noise:
 
 
 def fit(compute: Floats, scores: Floats, errors: Floats, seed: int = 0) -> Curves:
-    """Fit the curves to at least LEAST_POINTS scores.
+    """Fit the curves to scores, at least as many as `forecast.LEAST_POINTS`.
 
     Args:
         compute: [N] compute of each score, rising from 0.
@@ -252,7 +251,7 @@ def fit(compute: Floats, scores: Floats, errors: Floats, seed: int = 0) -> Curve
     best, residuals = min(fitted, key=lambda one: one[0].misfit.min())
     noise = noise_of(residuals)
     variance = noise.variance * noise.drift
-    freedom = max(3.0, (len(scores) - _PARAMETERS) / noise.drift + _SCATTER_WEIGHT)
+    freedom = (len(scores) - _PARAMETERS) / noise.drift + _SCATTER_WEIGHT
     random = np.random.default_rng(seed)
     excess = {grid.power: float(grid.misfit.min() - best.misfit.min()) / variance for grid, _ in fitted}
     return Curves(

@@ -79,6 +79,17 @@ def test_each_curve_has_the_spread_and_the_weight_of_the_formula(
     assert residuals == pytest.approx(expected["residuals"], abs=1e-8)
     weights = np.exp(-0.5 * (expected["misfit"] - expected["misfit"].min()) / 2.3) * expected["determinant"] ** 0.5
     assert grid.chances(2.3) == pytest.approx(weights / weights.sum(), rel=1e-5, abs=1e-9)
+    assert grid.chances(1e-3).sum() == pytest.approx(1.0)  # misfits of thousands
+
+
+@pytest.mark.parametrize("power", FAMILIES)
+def test_scores_that_fall_have_flat_curves_at_their_mean(power: float) -> None:
+    compute, scores, errors = scores_of(8.0, 0.01, seed=1)
+    errors[:10] = 0.01
+    grid, _ = fit_family(power, compute, scores[::-1], errors)
+    mean = np.average(scores[::-1], weights=errors**-2)
+    assert grid.start == pytest.approx(np.full(len(grid.start), mean), abs=1e-3)
+    assert (grid.start == grid.asymptote).all()
 
 
 @pytest.mark.parametrize(("end", "noise", "count"), CASES)
@@ -88,7 +99,7 @@ def test_draws_are_those_of_the_formula(end: float, noise: float, count: int) ->
     each = [by_matrices(*measured, power) for power in FAMILIES]
     best = min(each, key=lambda one: one["misfit"].min())
     own, (variance, drift) = each[0], factor_of(best["residuals"])
-    total, freedom = variance * drift, max(3.0, (count - 4) / drift + 4)
+    total, freedom = variance * drift, (count - 4) / drift + 4
     weights = np.exp(-0.5 * (own["misfit"] - own["misfit"].min()) / total) * own["determinant"] ** 0.5
     random = np.random.default_rng(3)
     picked = random.choice(len(weights), DRAWS, p=weights / weights.sum())
@@ -99,6 +110,7 @@ def test_draws_are_those_of_the_formula(end: float, noise: float, count: int) ->
     starts = own["start"][picked] + own["slope"][picked] * (drawn - own["asymptote"][picked])
     assert found.draws[SCALERL][:, 3] == pytest.approx(starts, abs=1e-6)
     assert found.noise == pytest.approx(0.02 * variance**0.5)
+    assert found.end == measured[0][-1]
     assert found.asymptote[0] == pytest.approx(own["asymptote"][own["misfit"].argmin()])
 
 
@@ -110,6 +122,9 @@ def test_noise_comes_from_the_scatter_and_its_correlation() -> None:
     assert alone.correlation == pytest.approx(-11 / 12)
     assert alone.drift == pytest.approx(1.2 / 0.8)  # never less
     assert not alone.wanders
+    shifted = noise_of(np.array([1.5, -0.5] * 6))
+    assert shifted.variance == pytest.approx((15 + 4 * 0.49) / (8 + 4))
+    assert shifted.correlation == pytest.approx(-11 / 12)
     blocks = noise_of(np.array([2.0] * 6 + [-2.0] * 6))
     assert blocks.variance == pytest.approx((48 + 4 * 0.49) / (8 + 4))
     assert blocks.correlation == pytest.approx((10 - 1) / 12)
@@ -201,6 +216,21 @@ def test_a_rival_that_fits_clearly_worse_does_not_widen_the_interval() -> None:
 )
 def test_a_rival_can_refuse(asymptotes: tuple[float, float], middle: float, reason: str | None) -> None:
     assert made({SCALERL: alike(asymptotes[0]), np.inf: alike(asymptotes[1], middle)}).refusal == reason
+
+
+def test_a_gain_within_two_standard_errors_is_refused() -> None:
+    gain = float(at(CURVE, 4.0)[0]) - 0.1
+    assert made({SCALERL: alike(0.6)}, noise=gain / 1.95).refusal == (
+        f"the score has changed by {gain:+.3f}, which noise may explain"
+    )
+    assert made({SCALERL: alike(0.6)}, noise=gain / 2.05).refusal is None
+
+
+@pytest.mark.parametrize(("ahead", "refused"), [(49, False), (51, True)])
+def test_one_draw_in_twenty_may_have_its_midpoint_ahead(ahead: int, refused: bool) -> None:
+    draws = alike(0.6)
+    draws[:ahead, 1] = 4.1
+    assert ("do not bend yet" in str(made({SCALERL: draws}).refusal)) == refused
 
 
 def test_scores_that_wander_are_refused() -> None:

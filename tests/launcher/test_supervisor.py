@@ -1,19 +1,28 @@
 """What the processes of a node are started with.  Whole runs are in tests/test_main_job.py."""
 
+import argparse
+import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from omegaconf import DictConfig
 
-from nemo_prorl.launcher.peers import Peers, Place
+from nemo_prorl import stacks
+from nemo_prorl.launcher import supervisor
+from nemo_prorl.launcher.peers import End, Peers, Place
 from nemo_prorl.launcher.processes import Child, MergedLog
 from nemo_prorl.launcher.supervisor import Node
-from nemo_prorl.lifecycle.stopping import FORWARDED_AS
+from nemo_prorl.lifecycle.stopping import FORWARDED_AS, JOB_START
+from nemo_prorl.rewards.options import add_server_arguments
+from nemo_prorl.rollout.engine.server import arguments
+from nemo_prorl.rollout.weights import WeightStore, weights_folder
 from nemo_prorl.settings import load
 
 pytestmark = pytest.mark.starts
@@ -96,3 +105,162 @@ def test_a_rank_learns_which_signal_it_was(number: signal.Signals, tmp_path: Pat
         signal.raise_signal(number)
     assert rank.process is not None
     assert rank.process.wait(20) == FORWARDED_AS[number]
+
+
+# --- what processes are told -----------------------------------------------------------------------------------------
+
+
+def node_of_two(folder: Path, *overrides: str) -> Node:
+    """The second node of two, each with two ranks and two engines."""
+    sizes = ["trainer.num_nodes=2", "trainer.devices=2", "rollout.engines=4", "rollout.eager=true"]
+    cfg: DictConfig = load([f"run_dir={folder}", *sizes, *overrides])
+    place = Place(1, 2, "node1", "node0", 4321)
+    return Node(cfg, folder, ["math", "mine"], MergedLog(folder / "all.log"), None, place, Peers(folder, place, "1"))
+
+
+def test_an_engine_is_told_the_settings_of_the_run(tmp_path: Path) -> None:
+    overrides = ["rollout.dtype=bfloat16", "rollout.kv_cache_mb=77", "trainer.grpo.context_tokens=333"]
+    overrides += ["rollout.max_num_seqs=44", "rollout.max_batched_tokens=555"]
+    [_, *engines] = node_of_two(tmp_path, *overrides).services(tmp_path / "weights")
+    assert [engine.name for engine in engines] == ["engine-2", "engine-3"]
+    args = arguments(list(engines[1].command)[2:])
+    assert (args.index, args.dtype, args.kv_mb, args.max_model_len) == (3, "bfloat16", 77, 333)
+    assert (args.max_num_seqs, args.max_batched_tokens, args.tp, args.eager) == (44, 555, 1, True)
+    assert (args.host, args.public_host, args.parent_pid) == ("0.0.0.0", "node1", os.getpid())
+    assert Path(args.endpoint_file) == engines[1].endpoint == tmp_path / "endpoints" / "engine-3.json"
+
+
+def test_the_reward_server_is_told_tasks_functions_and_settings(tmp_path: Path) -> None:
+    overrides = ["+rewards.functions.mine=/f.py:score", "rewards.workers=3", "rewards.unsafe_no_sandbox=true"]
+    server = node_of_two(tmp_path, *overrides, "+rewards.plugins.math.time_budget_s=9.5")._rewards()
+    parser = argparse.ArgumentParser()
+    add_server_arguments(parser)
+    args = parser.parse_args(list(server.command)[3:])
+    assert (args.tasks, args.workers, args.unsafe_no_sandbox) == ("math,mine=/f.py:score", 3, True)
+    assert args.settings == {"math": {"time_budget_s": 9.5}}
+    assert args.endpoint_file == server.endpoint == tmp_path / "endpoints" / "rewards-1.json"
+
+
+def test_a_rank_knows_its_place_and_when_its_job_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    monkeypatch.delenv(JOB_START, raising=False)
+    ranks = node_of_two(tmp_path)._ranks(None)
+    assert [rank.name for rank in ranks] == ["trainer-2", "trainer-3"]
+    env = dict(ranks[1].env)
+    wanted = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}
+    wanted |= {"GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "4321", "SLURM_JOB_ID": "8"}
+    assert {key: env.get(key) for key in wanted} == wanted
+    assert "SLURM_PROCID" not in env  # libraries would take the rank for a task of Slurm
+    assert (env[stacks.SUPERVISOR], float(env[JOB_START])) == (str(os.getpid()), supervisor._STARTED)
+    for name in ("SLURM_JOB_START_TIME", JOB_START):
+        monkeypatch.setenv(name, f"{len(name)}")
+        assert node_of_two(tmp_path)._ranks(None)[0].env[JOB_START] == f"{len(name)}"
+
+
+# --- a whole node, of processes that only wait or end ---------------------------------------------------------------
+
+
+class SmallNode(Node):
+    """A node of one engine and ranks that run these programs.
+
+    `WAIT` in the program of a rank waits until the engine has begun as often as it says.
+    """
+
+    def __init__(self, folder: Path, engine: str, *ranks: str) -> None:
+        for name in ("endpoints", "logs"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        cfg: DictConfig = load([f"run_dir={folder}", "trainer.deadlines.stop_s=0.2"])
+        self.failures: list[Any] = []
+        events: Any = SimpleNamespace(update=lambda: None, failure=lambda what, **about: self.failures.append(about))
+        super().__init__(cfg, folder, ["chain_sum"], MergedLog(folder / "all.log"), events)
+        wait = f"import time, os\nwhile not os.path.exists('{folder}/begun') or os.path.getsize('{folder}/begun') < "
+        self.programs = [program.replace("WAIT ", wait) for program in ranks]
+        self.engine = f"open('{folder}/begun', 'a').write('x')\n{engine}"
+        self.children: list[Child] = []
+
+    def services(self, weights: Path, engines: int | None = None, alone: bool = False) -> list[Child]:
+        return [self.child("engine-0", self.engine, 3)]
+
+    def _ranks(self, only: str | None) -> list[Child]:
+        return [self.child(f"trainer-{k}", program, 0) for k, program in enumerate(self.programs)]
+
+    def child(self, name: str, program: str, restarts: int) -> Child:
+        child = self._child(name, [sys.executable, "-c", program], {}, restarts, False)
+        self.children.append(child)
+        return child
+
+    def codes(self) -> list[int | None]:
+        return [None if child.process is None else child.process.poll() for child in self.children]
+
+
+SLEEPS = "import time; time.sleep(60)"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "code", "process", "status"),
+    [
+        (["", ""], 0, "", None),
+        (["exit(75)", ""], 75, "", None),
+        (["exit(4)", "exit(75)"], 4, "trainer-0", 4),
+        (["exit(7)"], 1, "trainer-0", 7),
+        (["exit(1)", "import os; os.kill(os.getpid(), 9)"], 1, "trainer-1", -9),  # the cause of the other's end
+    ],
+)
+def test_a_run_ends_as_its_ranks(
+    ranks: Sequence[str], code: int, process: str, status: int | None, tmp_path: Path
+) -> None:
+    node = SmallNode(tmp_path, SLEEPS, *ranks)
+    store = WeightStore(weights_folder(tmp_path))
+    stale = store.path_of(3)
+    stale.touch()  # of an earlier process, killed
+    end = node.run()
+    assert (end.code, end.process, end.status) == (code, process, status)
+    assert [about["process"] for about in node.failures] == ([process] if process else [])
+    assert node.codes()[0] == -signal.SIGTERM
+    assert not stale.parent.exists()
+
+
+def test_stale_weights_are_gone_before_anything_starts(tmp_path: Path) -> None:
+    stale = WeightStore(weights_folder(tmp_path)).path_of(3)
+    stale.touch()
+    assert SmallNode(tmp_path, SLEEPS, f"import os; exit(4 if os.path.exists('{stale}') else 0)").run().code == 0
+
+
+def test_a_service_that_ends_or_is_to_be_restarted_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[int] = []
+    monkeypatch.setattr(supervisor.Health, "update", lambda self: looks.append(1))
+    assert SmallNode(tmp_path / "ended", "exit(1)", "WAIT 2: time.sleep(0.02)").run().code == 0
+    node = SmallNode(tmp_path / "asked", SLEEPS, "WAIT 2: time.sleep(0.02)")
+    asked = node.endpoints / "engine-0.restart"
+    asked.touch()
+    assert node.run().code == 0
+    assert not asked.exists()
+    assert looks
+
+
+def test_a_second_signal_ends_a_run_at_once_with_all_its_processes(tmp_path: Path) -> None:
+    ignores = "import signal; signal.signal(15, signal.SIG_IGN)"
+    twice = f"{ignores}\nimport os, time\nfor _ in '12': os.kill({os.getpid()}, 15); time.sleep(0.3)\ntime.sleep(60)"
+    node = SmallNode(tmp_path, SLEEPS, twice)
+    with pytest.raises(KeyboardInterrupt):
+        node.run()
+    assert node.codes() == [-signal.SIGTERM, -signal.SIGKILL]
+
+
+def test_the_other_nodes_are_told_that_a_stop_was_requested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[bool] = []
+
+    def agree(self: Peers, end: End | None, stop_requested: bool = False) -> End:
+        told.append(stop_requested)
+        return end or End(1)
+
+    monkeypatch.setattr(Peers, "agree", agree)
+    stops = (
+        f"import os, signal, time\nsignal.signal(15, lambda *_: exit(75))\nos.kill({os.getpid()}, 15)\ntime.sleep(60)"
+    )
+    assert SmallNode(tmp_path, SLEEPS, stops).run().code == 75
+    assert SmallNode(tmp_path, SLEEPS, "").run().code == 0
+    assert told == [True, False]

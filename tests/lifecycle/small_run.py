@@ -6,9 +6,11 @@ response.  So the policy learns, and every number of the run follows from the se
 """
 
 import asyncio
+import gc
 import json
 import os
 import random
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -30,8 +33,9 @@ from nemo_prorl.leader import Leader
 from nemo_prorl.lifecycle import killpoints
 from nemo_prorl.lifecycle.checkpoints import Checkpoints
 from nemo_prorl.lifecycle.retention import FORMAT, put_in_place, read_state
-from nemo_prorl.lifecycle.stopping import Stopping
+from nemo_prorl.lifecycle.stopping import FORWARDED_AS, Stopping
 from nemo_prorl.rewards.interface import RewardResult, Verdict, failed_verdict, verdict_of
+from nemo_prorl.rollout.checksums import from_metadata, published
 from nemo_prorl.rollout.collector import Collector
 from nemo_prorl.rollout.endpoints import Response, SamplingParams
 from nemo_prorl.rollout.weights import WeightStore, weights_folder
@@ -46,10 +50,12 @@ class Killed(BaseException):
     """A SIGKILL: no code of the package catches it."""
 
 
-class OneRank:
-    """The data ranks of a run with one rank."""
+@dataclass
+class Ranks:
+    """The data ranks of a run as one of them sees them; sums are over its own rows."""
 
-    rank, size = 0, 1
+    rank: int = 0
+    size: int = 1
 
     def gather(self, value: Any) -> list[Any]:
         return [value]
@@ -73,8 +79,10 @@ class SmallPolicy:
             "embed": torch.randn(WORDS, WIDTH, generator=random).requires_grad_(),
             "head": torch.randn(WORDS, WIDTH, generator=random).mul(0.3).requires_grad_(),
         }
-        self.temperature, self.data_ranks, self.version = temperature, OneRank(), 0
+        self.temperature, self.data_ranks, self.version = temperature, Ranks(), 0
         self.updates: list[tuple[Batch, float, bool]] = []
+        self.on_update: Callable[[], object] = lambda: None
+        self.reloaded = 0
         self.reset_optimizer()
         self.set_reference()
 
@@ -85,14 +93,20 @@ class SmallPolicy:
         """Return Adam's moments and step count by parameter; empty after a reset."""
         return dict(self.adam.state_dict()["state"])
 
+    def reload_masters(self) -> None:
+        """Do nothing: these weights are their masters."""
+        self.reloaded += 1
+
     def set_reference(self) -> None:
         self.reference = {name: value.detach().clone() for name, value in self.weights.items()}
 
     def set_learning_rate(self, lr: float) -> None:
         self.adam.param_groups[0]["lr"] = lr
 
-    def _logprobs(self, weights: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
-        table_VV = torch.log_softmax(weights["embed"] @ weights["head"].T / self.temperature, dim=-1)
+    def _logprobs(
+        self, weights: Mapping[str, Tensor], batch: Batch, temperature: float | None = None
+    ) -> tuple[Tensor, Tensor]:
+        table_VV = torch.log_softmax(weights["embed"] @ weights["head"].T / (temperature or self.temperature), dim=-1)
         rows_BTV = table_VV[batch.tokens_BT[:, :-1]]
         logp_BT = rows_BTV.gather(-1, batch.tokens_BT[:, 1:, None])[..., 0]
         entropy_BT = -(rows_BTV.exp() * rows_BTV).sum(-1)
@@ -108,10 +122,18 @@ class SmallPolicy:
     def reference_logprobs(self, batch: Batch) -> Tensor:
         return self._logprobs(self.reference, batch)[0]
 
-    def update(self, batch: Batch, loss: Any, denominator: float, with_entropy: bool = False) -> dict[str, float]:
+    def update(
+        self,
+        batch: Batch,
+        loss: Any,
+        denominator: float,
+        temperature: float | None = None,
+        with_entropy: bool = False,
+    ) -> dict[str, float]:
         self.updates.append((batch, self.adam.param_groups[0]["lr"], with_entropy))
+        self.on_update()
         self.adam.zero_grad()
-        logp_BT, entropy_BT = self._logprobs(self.weights, batch)
+        logp_BT, entropy_BT = self._logprobs(self.weights, batch, temperature)
         value, sums = loss(logp_BT, entropy_BT if with_entropy else None, batch, denominator)
         value.backward()
         norm = float(torch.nn.utils.clip_grad_norm_(self.weights.values(), 1.0))
@@ -157,23 +179,41 @@ def sha256_of(weights: Mapping[str, Tensor]) -> str:
 
 
 class SmallStore:
-    """Writes and loads checkpoints of a `SmallPolicy`, as `policy.checkpoint_files.PolicyStore` those of an actor."""
+    """Writes and loads checkpoints of a `SmallPolicy`, as `policy.checkpoint_files.PolicyStore` those of an actor.
 
-    def __init__(self, policy: SmallPolicy) -> None:
-        self.policy = policy
+    With `background` it is as slow as that may be: nothing is on disk until somebody waits for it.
+    """
+
+    def __init__(self, policy: SmallPolicy, background: bool = False) -> None:
+        self.policy, self.background = policy, background
+        self.written: list[int] = []  # step of each checkpoint
+        self._open: Callable[[], None] = lambda: None
 
     def save(self, folder: Path, state: dict[str, Any], on_complete: Callable[[], object] | None = None) -> None:
+        self.wait()
+        hashes = {"weights_sha256": self.policy.weights_sha256(), "reference_sha256": self.policy.reference_sha256()}
+        text = json.dumps({"format": FORMAT, **hashes, **state})
+        self._open = partial(self._write, folder, self.policy.state(), text, on_complete)
+        if not self.background:
+            self.wait()
+
+    def _write(self, folder: Path, policy: dict[str, Any], text: str, on_complete: Callable[[], object] | None) -> None:
         temporary = folder.with_name(folder.name + ".tmp")
         temporary.mkdir(parents=True, exist_ok=True)
-        torch.save(self.policy.state(), temporary / "policy.pt")
-        hashes = {"weights_sha256": self.policy.weights_sha256(), "reference_sha256": self.policy.reference_sha256()}
-        (temporary / "state.json").write_text(json.dumps({"format": FORMAT, **hashes, **state}))
+        torch.save(policy, temporary / "policy.pt")
+        (temporary / "state.json").write_text(text)
         put_in_place(temporary, folder)
+        self.written.append(int(folder.name.removeprefix("step-")))
         if on_complete is not None:
             on_complete()
 
-    def wait(self) -> None: ...
-    def drain(self, seconds: float) -> None: ...
+    def wait(self) -> None:
+        work, self._open = self._open, lambda: None
+        work()
+
+    def drain(self, seconds: float) -> None:
+        if seconds > 0:
+            self.wait()
 
     def load(self, folder: Path) -> dict[str, Any]:
         self.policy.load(torch.load(folder / "policy.pt"))
@@ -187,21 +227,48 @@ class SmallStore:
 class SmallEngines(Simulated):
     """Engines that sample from the weights that were published last.
 
-    `sampled`: sampling parameters, number of responses and version of each request.
+    `sampled`: sampling parameters, number of responses and version of each request.  `seeds`: of all responses.
+    `published`: hash of the weights by version.  `loads`: versions in the order in which they came.  `waits`: the
+    deadlines of publications and sleeps, in seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: str = "float32") -> None:
         super().__init__()
+        self.dtype = getattr(torch, dtype)
         self.sampled: list[tuple[SamplingParams, int, int | None]] = []
+        self.seeds: list[int] = []
+        self.loads: list[int] = []
+        self.naps: list[int] = []  # levels
+        self.waits: list[float] = []
+        self.asleep = False
         self.warmth = 1.0  # factor on the temperature, by mistake
         self.noise = 0.0  # added to the log-probabilities of one response in `noise_in`, by mistake
         self.noise_in = 1
         self.published: dict[int, str] = {}
 
     async def publish(self, path: str, version: int, deadline: Deadline) -> None:
+        self.waits.append(deadline.seconds)
+        await self.announce(path, version)
+        self.asleep = False
+
+    async def announce(self, path: str, version: int) -> None:
         weights = load_file(path)
+        with safe_open(path, framework="np") as file:
+            written, told = from_metadata(file.metadata())
+        exact = {name: published(name, value, version, self.dtype)[:2] for name, value in weights.items()}
+        assert (written, {name: checksum[:2] for name, checksum in told.items()}) == (version, exact)
         self.published[version] = sha256_of(weights)
+        self.loads.append(version)
         self.logits_VV, self.version = weights["embed"] @ weights["head"].T, version
+
+    async def sleep(self, level: int, deadline: Deadline) -> int:
+        self.naps.append(level)
+        self.waits.append(deadline.seconds)
+        self.asleep = True
+        return 0
+
+    def waiting(self) -> str:
+        return ""
 
     async def generate(
         self,
@@ -213,6 +280,8 @@ class SmallEngines(Simulated):
         version: int | None = None,
     ) -> list[Response]:
         self.sampled.append((sampling, len(seeds), version))
+        self.seeds += seeds
+        assert not self.asleep
         assert version == self.version, "the engines have other weights than the request expects"
         table_VV = torch.log_softmax(self.logits_VV / (sampling.temperature * self.warmth), dim=-1)
         responses = []
@@ -237,10 +306,12 @@ class SmallEngines(Simulated):
 class Verifier:
     """Scores responses by `score_of`.
 
-    `broken`: prompts (by id, or all) on which the infrastructure fails.  `hopeless`: every score is 0.
+    `broken`: prompts (by id, or all) on which the infrastructure fails.  `hopeless`: every score is 0.  `delay`:
+    seconds until a verdict.
     """
 
     def __init__(self) -> None:
+        self.delay = 0.0
         self.broken: Callable[[Mapping[str, Any]], bool] = lambda request: False
         self.hopeless = self.canaries_lie = False
         self.known: dict[str, bool] = {}  # by id of a canary: whether it is right
@@ -251,7 +322,7 @@ class Verifier:
     async def close(self) -> None: ...
 
     async def score(self, request: dict[str, Any], deadline: Deadline) -> Verdict:
-        await asyncio.sleep(0)
+        await asyncio.sleep(self.delay)
         if request["id"] in self.known:
             return verdict_of(request["id"], RewardResult(float(self.known[request["id"]] != self.canaries_lie)))
         if self.broken(request):
@@ -296,7 +367,7 @@ def config(folder: Path, resets: ResetsConfig | None = None, **grpo: Any) -> Con
     few: dict[str, Any] = {
         **{"max_steps": 6, "prompts_per_step": 4, "samples_per_prompt": 4, "updates_per_step": 2},
         **{"context_tokens": 10, "validate_every": 2, "checkpoint_every": 2, "keep_checkpoints": 9},
-        **{"validation_samples": 3, "async_checkpoints": False, "save_rollout_groups": -1},
+        **{"validation_samples": 3, "async_checkpoints": True, "save_rollout_groups": -1},
     }
     trainer = TrainerConfig(grpo=GRPOConfig(**{**few, **grpo}), resets=resets or ResetsConfig())
     cfg = Config(run_dir=str(folder), seed=3, trainer=trainer, model={"optim": {"lr": LR}})
@@ -324,41 +395,78 @@ class SmallRun:
 
     def start(self, monkeypatch: Any) -> Trainer:
         """Return the trainer of a new process, which has begun or resumed the run."""
+        policy = self._policy(monkeypatch)
+        self.stopping = Stopping(self.cfg.trainer.deadlines)
+        trainer = rank.build(self.cfg, self.folder, policy, self.stopping)
+        self._built(trainer)
+        rank.begin(trainer, self.folder)
+        return trainer
+
+    def process(self, monkeypatch: Any, prepare: Callable[[Trainer], object]) -> None:
+        """Run a process from its start to its end, with its signal handlers.  Raises what ends it."""
+        policy, build = self._policy(monkeypatch), rank.build
+
+        def built(*arguments: Any) -> Trainer:
+            trainer = build(*arguments)
+            self._built(trainer)
+            prepare(trainer)
+            return trainer
+
+        monkeypatch.setattr(rank, "Policy", lambda cfg, run_dir: policy)
+        handlers = {number: signal.getsignal(number) for number in FORWARDED_AS.values()}
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr(rank, "build", built)
+                rank.train(self.cfg, self.folder, only_warmup=False)
+        finally:
+            gc.unfreeze()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            self.close()
+
+    def _policy(self, monkeypatch: Any) -> Any:
+        """Return what `rank.Policy` is to a run; let `rank.connect` find engines and verifier."""
+        cfg = self.cfg
         self.policy, self.engines, self.verifier = (
-            SmallPolicy(self.cfg.trainer.grpo.temperature),
-            SmallEngines(),
+            SmallPolicy(cfg.trainer.grpo.temperature),
+            SmallEngines(str(cfg.rollout.dtype)),
             Verifier(),
         )
-        self.stopping = Stopping(self.cfg.trainer.deadlines)
-        leader = Leader(self.cfg.trainer.deadlines, data_rank=0)
+        leader = Leader(cfg.trainer.deadlines, data_rank=0)
         data = LoadedData(
             [(DataSource(name="train"), records("train", self.train_prompts))],
             [(DataSource(name="held"), records("held", 8))],
         )
-        renderer: Any = SmallRenderer()
-        policy: Any = SimpleNamespace(
+        endpoints = self.folder / "endpoints"
+        endpoints.mkdir(exist_ok=True)
+        (endpoints / "token").write_text("secret\n")
+        (endpoints / "token").chmod(0o600)
+        for name in ("rewards-0", *(f"engine-{k}" for k in range(cfg.rollout.engines))):
+            (endpoints / f"{name}.json").write_text("{}")
+
+        def pool(folder: Path, token: str, engines: int = 1) -> SmallEngines:
+            assert (folder, token, engines) == (endpoints, "secret", cfg.rollout.engines)
+            return self.engines
+
+        monkeypatch.setattr(rank, "EnginePool", pool)
+        monkeypatch.setattr(rank, "RewardClient", lambda folder, token: self.verifier)
+        monkeypatch.setattr(rank, "PromptLengths", lambda folder, data: ThreeTokens())
+        return SimpleNamespace(
             actor=self.policy,
             leader=leader,
-            renderer=renderer,
+            renderer=SmallRenderer(),
             folder=self.folder,
             data=leader.only(lambda: data),
             loggers=[],
-            store=lambda cfg: SmallStore(self.policy),
+            store=lambda cfg: SmallStore(self.policy, cfg.trainer.grpo.async_checkpoints),
         )
-        monkeypatch.setattr(rank, "connect", self._connect)
-        monkeypatch.setattr(rank, "PromptLengths", lambda folder, data: ThreeTokens())
-        trainer = rank.build(self.cfg, self.folder, policy, self.stopping)
-        rank.begin(trainer, self.folder)
-        return trainer
 
-    def _connect(
-        self, cfg: Config, run_dir: Path, blend: Any, renderer: Any, canaries: Any = None, second: Any = None
-    ) -> Collector:
-        for group in canaries._of_task if canaries else []:
+    def _built(self, trainer: Trainer) -> None:
+        collector = trainer.rollouts.collector._part
+        assert collector is not None
+        self.collector = collector
+        for group in collector._canaries._of_task if collector._canaries else []:
             self.verifier.known |= {one.request["id"]: one.right for one in group}
-        engines, rewards = self.engines, self.verifier
-        self.collector = Collector(cfg, engines, rewards, blend, renderer, canaries, second)  # type: ignore[arg-type]
-        return self.collector
 
     def close(self) -> None:
         """End the process: its thread, and the weights in shared memory."""

@@ -10,8 +10,10 @@ import torch
 
 from nemo_prorl.batch import Batch
 from nemo_prorl.config import CorrectionConfig, ShapingConfig
+from nemo_prorl.leader import Leader, _unpacked
+from nemo_prorl.rollout.endpoints import response_seed
 from nemo_prorl.trainer import Trainer
-from tests.lifecycle.small_run import EOS, LR, SmallPolicy, SmallRenderer, SmallRun, config
+from tests.lifecycle.small_run import EOS, LR, TASKS, Ranks, SmallPolicy, SmallRenderer, SmallRun, config
 
 STEP = 3
 
@@ -102,6 +104,45 @@ def test_advantages_are_those_of_the_shaped_rewards(
     assert found.metrics["reward/shaped"] == pytest.approx(sum(map(shaped if shapes else raw, lines)) / 16)
 
 
+def test_a_rank_of_several_trains_on_its_own_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Advantages of all responses, tokens of its own: the second of two ranks has half of each mini-batch."""
+    monkeypatch.setattr(Leader, "_scatter", lambda self, outcome: _unpacked(outcome)[-1])
+
+    def prepare(run: SmallRun) -> None:
+        run.policy.data_ranks = Ranks(1, 2)
+
+    run = SmallRun(config(tmp_path, max_steps=STEP))
+    run.cfg.seed = 7
+    found = Stepped(run, monkeypatch, prepare)
+    wanted = advantages_by_hand(found.run.rollouts(STEP), raw)
+    rows = found.rows()
+    assert [len(batch) for batch in found.batches] == [4, 4]
+    for batch, row, line in rows:
+        assert float(batch.advantage_B[row]) == pytest.approx(wanted[line["id"], line["response"]], abs=1e-6)
+    fresh = sum(len(line["response"].split()) for _, _, line in rows if line["version"] == STEP - 1)
+    assert 0 < fresh < sum(int(batch.mask_BT.sum()) for batch in found.batches)
+    assert found.metrics["engine_gap/tokens"] == fresh
+    for task in TASKS:
+        entropies = [
+            found.before.logprobs(batch)[1][row][batch.mask_BT[row]]
+            for batch, row, line in rows
+            if line["task"] == task
+        ]
+        assert found.metrics[f"entropy/{task}"] == pytest.approx(float(torch.cat(entropies).mean()), rel=1e-5)
+
+
+def test_each_response_has_the_seed_of_run_prompt_visit_and_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = SmallRun(config(tmp_path, max_steps=STEP), train_prompts=4)  # one epoch a step
+    run.cfg.data.validation, run.cfg.seed = [], 6
+    run.cfg.trainer.grpo.dynamic_sampling.enabled = False
+    Stepped(run, monkeypatch)
+    assert sorted(run.engines.seeds) == sorted(
+        response_seed(6, f"train-{k}", visit, number) for k in range(4) for visit in range(STEP) for number in range(4)
+    )
+
+
 def test_a_schedule_of_shaping_follows_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = stepped(tmp_path, monkeypatch, shaping=ShapingConfig(cosine=True, cosine_every=2, cosine_for=1))
     assert ["shaping/cosine" in line for line in found.run.lines()] == [False, True, False]
@@ -181,6 +222,10 @@ def test_the_gap_to_the_engine_is_split_by_the_version_of_the_weights(
     assert found.metrics["stale_gap/tokens"] == tokens[False]
     assert found.metrics["stale_gap/share"] == pytest.approx(tokens[False] / tokens.total())
     assert found.metrics["engine_gap/mean_abs"] < 1e-6 < 1e-4 < found.metrics["stale_gap/mean_abs"]
+    of_engine = {key: value for key, value in found.metrics.items() if key.startswith("engine_gap/")}
+    assert of_engine.pop("engine_gap/mean_ratio") == pytest.approx(1.0, abs=1e-5)
+    assert len(of_engine) > 2
+    assert all(abs(v) < 1e-5 for key, v in of_engine.items() if key != "engine_gap/tokens")
 
 
 def test_training_samples_as_training_and_validation_as_validation(

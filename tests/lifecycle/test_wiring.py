@@ -28,6 +28,7 @@ def go(
     try:
         prepare(trainer)
         trainer.train()
+        trainer.finish()
     finally:
         run.close()
     return trainer

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import resource
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -66,8 +67,30 @@ def test_a_plugin_that_raises_is_infrastructure_and_named(plugins: Path) -> None
         assert (await judged(pool, "invalid"))["failure"] == "invalid"
         assert pool.stats.workers_lost == 0
         assert pool.stats.outcomes == {"infrastructure": 7, "invalid": 1}
+        (worker,) = pool.workers
+        assert resource.prlimit(worker.process.pid, resource.RLIMIT_DATA)[0] == 512 << 20
 
     with_pool(steps, budget_s=20, memory_mb=512)
+
+
+def test_each_pool_has_the_settings_and_limits_of_its_server() -> None:
+    given: dict[str, dict[str, Any]] = {"math": {"time_budget_s": 9.5}}
+    specs = plan_pools(discover(), ["code", "math"], 2, given, 7, 512, unsafe_no_sandbox=True, on_demand=True)
+    code, math = sorted(specs, key=lambda spec: spec.plugin)
+    limits = {"workers": 2, "max_queue": 7, "memory_mb": 512, "unsafe_no_sandbox": True}
+    assert math == PoolSpec("math", given["math"], budget_s=9.5, **limits)
+    assert code == PoolSpec("code", {}, budget_s=code.budget_s, sandboxed=True, **limits)
+
+
+@pytest.mark.parametrize("unsafe", [False, True])
+def test_a_worker_is_told_whether_it_may_do_without_a_sandbox(plugins: Path, unsafe: bool) -> None:
+    async def steps(pool: PluginPool) -> None:
+        (worker,) = pool.workers
+        words = Path(f"/proc/{worker.process.pid}/cmdline").read_text().split("\0")
+        _, _, memory_mb, unsafe_no_sandbox = words[words.index("nemo_prorl.rewards.worker") + 1 :][:4]
+        assert (memory_mb, unsafe_no_sandbox) == ("4096", str(int(unsafe)))
+
+    with_pool(steps, unsafe_no_sandbox=unsafe)
 
 
 @pytest.mark.parametrize("how", ["spin", "child spins"])

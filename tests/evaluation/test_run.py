@@ -1,0 +1,153 @@
+"""`prorl evaluate` in one process: a real HTTP server answers, and a function judges in place of the reward server."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_prorl.cli import main
+from nemo_prorl.deadlines import Deadline
+from nemo_prorl.errors import DataError
+from nemo_prorl.evaluation.sampling import seed_of
+from nemo_prorl.rewards.interface import RewardResult, Verdict, failed_verdict, verdict_of
+from tests.evaluation.openai_server import Answers, serve
+
+RECORDS: list[dict[str, Any]] = [
+    {"id": f"m-{k}", "task": "math", "prompt": f"{k} + 1?", "truth": {"answer": "1"}} for k in range(5)
+]
+
+
+class Judge:
+    """In place of the services of an evaluation: judges by the response, and notes what it was started with."""
+
+    started: list[tuple[list[str], int]]
+    requests: list[dict[str, Any]]
+    broken: bool
+
+    def __init__(self, cfg: Any, out: Path, tasks: list[str], engines: int) -> None:
+        self.started.append((list(tasks), engines))
+
+    async def __aenter__(self) -> "Judge":
+        return self
+
+    async def __aexit__(self, *_: object) -> None: ...
+    async def ready(self) -> None: ...
+
+    def reward_client(self) -> "Judge":
+        return self
+
+    async def watching(self, work: Coroutine[Any, Any, None]) -> None:
+        await work
+
+    async def score(self, request: dict[str, Any], deadline: Deadline) -> Verdict:
+        self.requests.append(request)
+        if self.broken:
+            return failed_verdict(request["id"], "infrastructure", "the judge is out")
+        return verdict_of(request["id"], RewardResult(float("1" in request["response"])))
+
+
+@pytest.fixture
+def judge(monkeypatch: pytest.MonkeyPatch) -> type[Judge]:
+    monkeypatch.setattr("nemo_prorl.evaluation.services.Services", Judge)
+    Judge.started, Judge.requests, Judge.broken = [], [], False
+    return Judge
+
+
+@pytest.fixture
+def address() -> Iterator[tuple[str, Answers]]:
+    """The server of `openai_server` on a thread of its own."""
+    answers, loop = Answers(), asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    runner, url = asyncio.run_coroutine_threadsafe(serve(answers), loop).result(20)
+    yield url, answers
+    asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(20)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(20)
+
+
+Evaluate = Callable[..., int]
+
+
+@pytest.fixture
+def evaluate(tmp_path: Path, address: tuple[str, Answers], judge: type[Judge]) -> Evaluate:
+    """Runs the command on the first 3 records of a file, with 2 samples each, in a folder of this name."""
+
+    def run(folder: str, *words: str, records: str = "mine", samples: int = 2) -> int:
+        file = tmp_path / f"{records}.jsonl"
+        if not file.exists():
+            file.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+        chosen = ["--model", "tiny", "--benchmarks", str(file), "--limit", "3", "--seed", "7"]
+        return main(
+            ["evaluate", address[0], *chosen, "--samples", str(samples), "--out", str(tmp_path / folder), *words]
+        )
+
+    return run
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_what_is_asked_judged_and_stored(
+    tmp_path: Path, address: tuple[str, Answers], judge: type[Judge], evaluate: Evaluate
+) -> None:
+    assert evaluate("out") == 0
+    samples = lines(tmp_path / "out" / "samples" / "mine.jsonl")
+    wanted = {(r["id"], k): seed_of(7, r, k) for r in RECORDS[:3] for k in range(2)}
+    assert {(line["id"], line["sample"]): line["seed"] for line in samples} == wanted
+    assert sorted(body["seed"] for body in address[1].bodies) == sorted(wanted.values())
+    assert {(r["id"], r["response"], r["finished"]) for r in judge.requests} == {
+        (identity, f"<answer>{seed % 3}</answer>", seed % 5 > 0) for (identity, _), seed in wanted.items()
+    }
+    assert judge.started == [(["math"], 0)]
+    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert (found["seed"], found["complete"], found["time"]["generated_tokens"]) == (7, True, 6 * 5)
+    entry = found["benchmarks"]["mine"]
+    assert (entry["prompts"], entry["samples"]) == (3, 2)
+    assert entry["reward"]["mean"] == pytest.approx(sum(seed % 3 == 1 for seed in wanted.values()) / 6)
+
+
+def test_the_same_command_again_asks_for_nothing_and_keeps_the_time(
+    tmp_path: Path, address: tuple[str, Answers], judge: type[Judge], evaluate: Evaluate
+) -> None:
+    assert evaluate("out") == 0
+    before = (tmp_path / "out" / "results.json").read_text()
+    assert evaluate("out") == 0
+    assert (tmp_path / "out" / "results.json").read_text() == before
+    assert (len(address[1].bodies), len(judge.started)) == (6, 1)
+    assert evaluate("out", samples=3) == 0
+    assert len(address[1].bodies) == 9
+    assert evaluate("out", records="other") == 0
+    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert {name: entry["samples"] for name, entry in found["benchmarks"].items()} == {"mine": 3, "other": 2}
+
+
+def test_what_was_not_judged_is_an_error_and_judged_again(
+    tmp_path: Path, judge: type[Judge], evaluate: Evaluate
+) -> None:
+    judge.broken = True
+    assert evaluate("out") == 1
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["complete"] is False
+    judge.broken = False
+    assert evaluate("out") == 0
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["complete"] is True
+
+
+def test_a_manifest_repeats_its_evaluation_or_says_what_has_changed(
+    tmp_path: Path, address: tuple[str, Answers], evaluate: Evaluate, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate("out") == 0
+    again = ["evaluate", "--manifest", str(tmp_path / "out" / "manifest.json"), "--out"]
+    assert main([*again, str(tmp_path / "again")]) == 0
+    assert f"equal to {tmp_path}/out/results.json" in capsys.readouterr().out
+    assert len(address[1].bodies) == 12
+    assert sorted(body["seed"] for body in address[1].bodies[6:]) == sorted(b["seed"] for b in address[1].bodies[:6])
+    file = tmp_path / "mine.jsonl"
+    file.write_text(file.read_text().replace("0 + 1?", "1 + 0?"))
+    assert main([*again, str(tmp_path / "other")]) == DataError.exit_code
+    assert len(address[1].bodies) == 12

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,13 @@ import pytest
 from nemo_prorl.cli import main
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import DataError
+from nemo_prorl.evaluation.catalogue import Sampling
 from nemo_prorl.evaluation.sampling import seed_of
+from nemo_prorl.evaluation.sources import OnReply
 from nemo_prorl.rewards.interface import RewardResult, Verdict, failed_verdict, verdict_of
 from tests.evaluation.openai_server import Answers, serve
+from tests.evaluation.test_sampling import Drawn
+from tests.rollout.engines import write_model
 
 RECORDS: list[dict[str, Any]] = [
     {"id": f"m-{k}", "task": "math", "prompt": f"{k} + 1?", "truth": {"answer": "1"}} for k in range(5)
@@ -151,3 +155,34 @@ def test_a_manifest_repeats_its_evaluation_or_says_what_has_changed(
     file.write_text(file.read_text().replace("0 + 1?", "1 + 0?"))
     assert main([*again, str(tmp_path / "other")]) == DataError.exit_code
     assert len(address[1].bodies) == 12
+
+
+def test_engines_have_the_context_of_the_longest_benchmark_and_at_most_the_model_s(
+    tmp_path: Path, judge: type[Judge], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_model(tmp_path / "model", tied=True, seed=0)
+    shape = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**shape, "max_position_embeddings": 64}))
+    (tmp_path / "mine.jsonl").write_text(json.dumps(RECORDS[0]) + "\n")
+    (tmp_path / "short.yaml").write_text("{task: math, prompts: mine.jsonl, sampling: {samples: 2, context: 32}}")
+    contexts: list[int] = []
+    asked: list[tuple[int, int | None]] = []
+
+    class Source(Drawn):
+        async def generate(self, record: Any, sampling: Sampling, seeds: Sequence[int], on_reply: OnReply) -> None:
+            asked.append((sampling.context, sampling.max_response))
+            await super().generate(record, sampling, seeds, on_reply)
+
+    def local_engines(cfg: Any, model: Any) -> Source:
+        contexts.append(cfg.trainer.grpo.context_tokens)
+        return Source()
+
+    monkeypatch.setattr("nemo_prorl.evaluation.run.local_engines", local_engines)
+    monkeypatch.setattr("nemo_prorl.launcher.prepare.check_node", lambda *_, **__: None)
+    benchmarks = f"{tmp_path / 'short.yaml'},{tmp_path / 'mine.jsonl'}"
+    command = ["evaluate", str(model), "--benchmarks", benchmarks, "--engines", "2", "--out", str(tmp_path / "out")]
+    assert main(command) == 0
+    assert contexts == [64]
+    assert sorted(context for context, _ in asked) == [32, 64]
+    assert all(response is None or response < context for context, response in asked)
+    assert judge.started == [(["math"], 2)]

@@ -346,6 +346,16 @@ def test_the_newest_and_the_best_checkpoints_are_kept(
     assert kept(run) == steps
 
 
+def test_a_second_roll_back_goes_no_further_than_the_last_reset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resets = ResetsConfig(at_steps=[3, 6], roll_back=True)
+    run = SmallRun(config(tmp_path, resets, validate_every=1, checkpoint_every=1))
+    trained(run, monkeypatch, {1: 0.9, 5: 0.7})
+    assert [(reset["step"], reset["rolled_back_to"]) for reset in run.events("reset_commit")] == [(3, 1), (6, 3)]
+    assert same(saved(run, 6)["weights"], saved(run, 1)["weights"])
+
+
 def test_checkpoints_stay_within_their_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = SmallRun(config(tmp_path / "size", max_steps=2))
     trained(run, monkeypatch)

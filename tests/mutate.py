@@ -31,6 +31,7 @@ SMALL = [
     "tests/lifecycle/test_training_step.py",
     "tests/lifecycle/test_hard_resets.py",
     "tests/lifecycle/test_wiring.py",
+    "tests/lifecycle/test_loop.py",
 ]
 # Folder: its files, and the tests that belong to it.
 FOLDERS: dict[str, tuple[str, list[str]]] = {

@@ -1,7 +1,7 @@
 """Tries mutants in a pytest session: measures which tests reach which lines, then breaks one function at a time.
 
 Everything is imported once.  For each mutant a fork of the session gets the changed functions, and runs only the tests
-that reach the changed lines, the quickest first, until one fails.  The file is changed, too, for the processes that
+that reach the changed lines until one fails, first those that are quick or have noticed many mutants.  The file is changed, too, for the processes that
 tests start.  A mutant outside of functions (a constant, a default) is tried in a session of its own.
 """
 
@@ -14,7 +14,7 @@ import shutil
 import signal
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -25,7 +25,7 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 PATIENCE_S = 10.0  # and ten times what a test usually takes: then it hangs
-MOST_SECONDS = 40.0  # of the tests of one mutant; the slowest are left out
+MOST_SECONDS = 120.0  # of the tests of one mutant; the slowest are left out
 FUNCTION = 0x1  # CO_OPTIMIZED: the code object is a function's, not a class's or module's
 
 
@@ -166,7 +166,11 @@ class Session:
             else:
                 (self.root / mutant.file).write_bytes(mutant.applied(source))
                 run = [(items[node], reached[node].seconds) for node in chosen]
-                self.report(mutant, *in_fork(self.root, lambda s=swaps, r=run: _trial(s, r)))  # type: ignore[misc]
+                noticed = self.root / "noticed"
+                self.report(mutant, *in_fork(self.root, lambda s=swaps, r=run, n=noticed: _trial(s, r, n)))  # type: ignore[misc]
+                if noticed.is_file():
+                    tests.kills[noticed.read_text()] += 1
+                    noticed.unlink()
                 (self.root / mutant.file).write_bytes(source)
         return True
 
@@ -185,12 +189,12 @@ class Session:
 
 
 class Tests:
-    """The tests that a mutant has to pass, the quickest first."""
+    """The tests that a mutant has to pass, in their order.  `kills`: mutants that each test has noticed."""
 
     __test__ = False
 
     def __init__(self, root: Path, reached: dict[str, Reached]) -> None:
-        self.root, self.reached = root, reached
+        self.root, self.reached, self.kills = root, reached, Counter[str]()
         self.of_line: dict[tuple[str, int], set[str]] = defaultdict(set)
         for node, one in reached.items():
             for line in one.lines:
@@ -213,7 +217,8 @@ class Tests:
             chosen = {node for node, one in self.reached.items() if any(file == mutant.file for file, _ in one.lines)}
         if not chosen:  # code that only other processes run
             chosen = set(self._naming(mutant.file))
-        ordered, seconds, most = sorted(chosen, key=lambda node: self.reached[node].seconds), 0.0, list[str]()
+        ordered = sorted(chosen, key=lambda node: self.reached[node].seconds / (1 + self.kills[node]))
+        seconds, most = 0.0, list[str]()
         for node in ordered:
             seconds += self.reached[node].seconds
             if seconds <= MOST_SECONDS or not most:
@@ -258,14 +263,18 @@ def measured(items: list[Any], names: dict[str, str], root: Path) -> dict[str, R
     return found
 
 
-def _trial(swaps: list[tuple[FunctionType, CodeType]], run: list[tuple[Any, float]]) -> bool:
-    """Change the functions and run tests; return whether all pass.  A test that takes too long ends the process."""
+def _trial(swaps: list[tuple[FunctionType, CodeType]], run: list[tuple[Any, float]], noticed: Path) -> bool:
+    """Change the functions and run tests; return whether all pass, or write which failed into a file.
+
+    A test that takes too long ends the process.
+    """
     for function, code in swaps:
         function.__code__ = code
     items = [item for item, _ in run]
     for (item, seconds), following in zip(run, [*items[1:], None], strict=True):
         signal.setitimer(signal.ITIMER_REAL, PATIENCE_S + 10.0 * seconds)
         if any(report.failed for report in runtestprotocol(item, log=False, nextitem=following)):
+            noticed.write_text(item.nodeid)
             return False
     return True
 

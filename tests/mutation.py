@@ -1,8 +1,9 @@
 """Tries mutants in a pytest session: measures which tests reach which lines, then breaks one function at a time.
 
 Everything is imported once.  For each mutant a fork of the session gets the changed functions, and runs only the tests
-that reach the changed lines until one fails, first those that are quick or have noticed many mutants.  The file is changed, too, for the processes that
-tests start.  A mutant outside of functions (a constant, a default) is tried in a session of its own.
+that reach the changed lines until one fails, first those that are quick or have noticed many mutants.  The file is
+changed, too, for the processes that tests start.  A mutant outside of functions (a constant, a default) is tried in a
+session of its own.
 """
 
 import ast

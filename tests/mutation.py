@@ -26,14 +26,15 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 PATIENCE_S = 10.0  # and ten times what a test usually takes: then it hangs
-MOST_SECONDS = 120.0  # of the tests of one mutant; the slowest are left out
+MOST_SECONDS = 40.0  # CPU time of the tests of one mutant; the slowest are left out
 FUNCTION = 0x1  # CO_OPTIMIZED: the code object is a function's, not a class's or module's
 
 
 class Reached(NamedTuple):
-    """What one test needs and does: seconds, and the lines (file, line) that it runs."""
+    """What one test needs and does: seconds, those of CPU time, and the lines (file, line) that it runs."""
 
     seconds: float
+    cpu: float
     lines: frozenset[tuple[str, int]]
 
 
@@ -59,15 +60,15 @@ class Coverage:
         finally:
             self.coverage.switch_context(self.test)
 
-    def run(self, item: Any, following: Any) -> tuple[bool, float]:
-        """Run a test; return whether it passed, and the seconds."""
-        self.test, began = item.nodeid, time.monotonic()
+    def run(self, item: Any, following: Any) -> tuple[bool, tuple[float, float]]:
+        """Run a test; return whether it passed, its seconds, and those of CPU time with its processes."""
+        self.test, began, before = item.nodeid, time.monotonic(), sum(os.times()[:4])
         self.coverage.switch_context(self.test)
         reports = runtestprotocol(item, log=False, nextitem=following)
         failed = [report.longreprtext for report in reports if report.failed]
         if failed:
             sys.stderr.write(f"{item.nodeid}:\n{failed[0][-2000:]}\n")
-        return not failed, time.monotonic() - began
+        return not failed, (time.monotonic() - began, sum(os.times()[:4]) - before)
 
     def lines(self) -> dict[str, set[tuple[str, int]]]:
         """Return the lines that ran, by test or shared fixture."""
@@ -218,10 +219,10 @@ class Tests:
             chosen = {node for node, one in self.reached.items() if any(file == mutant.file for file, _ in one.lines)}
         if not chosen:  # code that only other processes run
             chosen = set(self._naming(mutant.file))
-        ordered = sorted(chosen, key=lambda node: self.reached[node].seconds / (1 + self.kills[node]))
+        ordered = sorted(chosen, key=lambda node: self.reached[node].cpu / (1 + self.kills[node]))
         seconds, most = 0.0, list[str]()
         for node in ordered:
-            seconds += self.reached[node].seconds
+            seconds += self.reached[node].cpu
             if seconds <= MOST_SECONDS or not most:
                 most.append(node)
         return most
@@ -253,7 +254,7 @@ def measured(items: list[Any], names: dict[str, str], root: Path) -> dict[str, R
         for item in items:
             shared = plugin.shared & item._fixtureinfo.name2fixturedefs.keys()
             own = set().union(*(lines[context] for context in (item.nodeid, *shared)))
-            reached[item.nodeid] = Reached(seconds[item.nodeid], frozenset((names[name], k) for name, k in own))
+            reached[item.nodeid] = Reached(*seconds[item.nodeid], frozenset((names[name], k) for name, k in own))
         file.write_bytes(pickle.dumps(reached))
         return passed
 

@@ -300,7 +300,10 @@ def main() -> None:
                     file.write(json.dumps({**row, "seconds": round(seconds, 1)}) + "\n")
                 terminal.write(f"{folder}: {outcome} in {seconds:.1f} s: {mutant.begin[0]} {mutant.key[:150]}\n")
 
-            try_folder(root, folder, mine, report)
+            known = reasons()
+            for mutant in (mutant for mutant in mine if mutant.key in known):
+                report(mutant, "survived", 0.0)  # as its reason says
+            try_folder(root, folder, [mutant for mutant in mine if mutant.key not in known], report)
     sys.stdout.write(table(read(args.results)))
 
 

@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 
 from nemo_prorl import stacks
 from nemo_prorl.launcher import supervisor
+from nemo_prorl.launcher.health import Health
 from nemo_prorl.launcher.peers import End, Peers, Place
 from nemo_prorl.launcher.processes import Child, MergedLog
 from nemo_prorl.launcher.supervisor import Node
@@ -126,6 +127,8 @@ def test_an_engine_is_told_the_settings_of_the_run(tmp_path: Path) -> None:
     args = arguments(list(engines[1].command)[2:])
     assert (args.index, args.dtype, args.kv_mb, args.max_model_len) == (3, "bfloat16", 77, 333)
     assert (args.max_num_seqs, args.max_batched_tokens, args.tp, args.eager) == (44, 555, 1, True)
+    alone = node_of_two(tmp_path, *overrides).services(tmp_path / "weights", engines=1, alone=True)[1]
+    assert arguments(list(alone.command)[2:]).kv_mb == 77
     assert (args.host, args.public_host, args.parent_pid) == ("0.0.0.0", "node1", os.getpid())
     assert Path(args.endpoint_file) == engines[1].endpoint == tmp_path / "endpoints" / "engine-3.json"
 
@@ -231,7 +234,7 @@ def test_a_service_that_ends_or_is_to_be_restarted_starts_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[int] = []
-    monkeypatch.setattr(supervisor.Health, "update", lambda self: looks.append(1))
+    monkeypatch.setattr(Health, "update", lambda self: looks.append(1))
     assert SmallNode(tmp_path / "ended", "exit(1)", "WAIT 2: time.sleep(0.02)").run().code == 0
     node = SmallNode(tmp_path / "asked", SLEEPS, "WAIT 2: time.sleep(0.02)")
     asked = node.endpoints / "engine-0.restart"

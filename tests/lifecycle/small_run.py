@@ -32,7 +32,6 @@ from nemo_prorl.deadlines import Deadline
 from nemo_prorl.leader import Leader
 from nemo_prorl.lifecycle import killpoints
 from nemo_prorl.lifecycle.checkpoints import Checkpoints
-from nemo_prorl.lifecycle.retention import FORMAT, put_in_place, read_state
 from nemo_prorl.lifecycle.stopping import FORWARDED_AS, Stopping
 from nemo_prorl.rewards.interface import RewardResult, Verdict, failed_verdict, verdict_of
 from nemo_prorl.rollout.checksums import from_metadata, published
@@ -40,6 +39,7 @@ from nemo_prorl.rollout.collector import Collector
 from nemo_prorl.rollout.endpoints import Response, SamplingParams
 from nemo_prorl.rollout.weights import WeightStore, weights_folder
 from nemo_prorl.trainer import Trainer
+from tests.lifecycle.small_store import SmallStore
 from tests.rollout.simulated import Simulated
 
 WORDS, WIDTH, EOS, LR = 12, 8, 2, 0.03
@@ -176,52 +176,6 @@ def sha256_of(weights: Mapping[str, Tensor]) -> str:
     import hashlib
 
     return hashlib.sha256(b"".join(value.detach().numpy().tobytes() for value in weights.values())).hexdigest()
-
-
-class SmallStore:
-    """Writes and loads checkpoints of a `SmallPolicy`, as `policy.checkpoint_files.PolicyStore` those of an actor.
-
-    With `background` it is as slow as that may be: nothing is on disk until somebody waits for it.
-    """
-
-    def __init__(self, policy: SmallPolicy, background: bool = False) -> None:
-        self.policy, self.background = policy, background
-        self.written: list[int] = []  # step of each checkpoint
-        self._open: Callable[[], None] = lambda: None
-
-    def save(self, folder: Path, state: dict[str, Any], on_complete: Callable[[], object] | None = None) -> None:
-        self.wait()
-        hashes = {"weights_sha256": self.policy.weights_sha256(), "reference_sha256": self.policy.reference_sha256()}
-        text = json.dumps({"format": FORMAT, **hashes, **state})
-        self._open = partial(self._write, folder, self.policy.state(), text, on_complete)
-        if not self.background:
-            self.wait()
-
-    def _write(self, folder: Path, policy: dict[str, Any], text: str, on_complete: Callable[[], object] | None) -> None:
-        temporary = folder.with_name(folder.name + ".tmp")
-        temporary.mkdir(parents=True, exist_ok=True)
-        torch.save(policy, temporary / "policy.pt")
-        (temporary / "state.json").write_text(text)
-        put_in_place(temporary, folder)
-        self.written.append(int(folder.name.removeprefix("step-")))
-        if on_complete is not None:
-            on_complete()
-
-    def wait(self) -> None:
-        work, self._open = self._open, lambda: None
-        work()
-
-    def drain(self, seconds: float) -> None:
-        if seconds > 0:
-            self.wait()
-
-    def load(self, folder: Path) -> dict[str, Any]:
-        self.policy.load(torch.load(folder / "policy.pt"))
-        return read_state(folder)
-
-    def load_policy(self, folder: Path) -> dict[str, Any]:
-        self.policy.load(torch.load(folder / "policy.pt"), reference=False)
-        return read_state(folder)
 
 
 class SmallEngines(Simulated):

@@ -17,6 +17,7 @@ from nemo_prorl.config import DataSource, DeadlinesConfig, ResetsConfig, WarmupC
 from nemo_prorl.data.blend import LoadedData
 from nemo_prorl.errors import DeadlineExceeded, RewardFailure, StoppedCleanly
 from nemo_prorl.leader import Leader
+from nemo_prorl.lifecycle import stages
 from nemo_prorl.lifecycle.stages import Origin
 from nemo_prorl.lifecycle.warmup import warm_up
 from nemo_prorl.rewards.second import SecondVerifiers
@@ -132,6 +133,20 @@ def test_metrics_of_a_start_without_a_checkpoint_are_put_aside(tmp_path: Path, m
     assert [line["step"] for line in run.lines()] == [1, 2, 3]
     assert len((tmp_path / "metrics.lost.jsonl").read_text().splitlines()) == 2
     assert [event["event"] for event in run.events("start", "resume", "finish")] == ["start", "start", "finish"]
+
+
+def test_a_run_resumed_at_its_start_is_not_validated_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    resets = ResetsConfig(roll_back=True)
+    run = SmallRun(config(tmp_path, resets, max_steps=1, keep_best=1, async_checkpoints=False))
+
+    def dies() -> None:
+        raise Killed("in step 1")
+
+    with pytest.raises(Killed):
+        go(run, monkeypatch, at_step(run, {1: dies}, monkeypatch))
+    assert kept(run) == [0]
+    go(run, monkeypatch)
+    assert [event["step"] for event in run.events("validation")] == [0, 1]
 
 
 def test_a_checkpoint_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,7 +409,7 @@ def test_a_stage_without_a_reset_keeps_reference_and_moments(
         (newest / "state.json").write_text(json.dumps({**state, "imported_from": "/model"}))
     second = SmallRun(config(tmp_path / "second", max_steps=2))
     second.cfg.chain.start_from, second.cfg.chain.hard_reset = "given", False
-    monkeypatch.setattr(rank.stages, "origin", lambda cfg, run_dir: Origin(older, first.folder, newest))
+    monkeypatch.setattr(stages, "origin", lambda cfg, run_dir: Origin(older, first.folder, newest))
     trainer = second.start(monkeypatch)
     assert same(second.policy.state(), saved(first, 2))
     assert not same(second.policy.state()["reference"], second.policy.state()["weights"])

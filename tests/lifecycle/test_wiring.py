@@ -77,9 +77,10 @@ def test_steps_without_a_signal_are_counted_in_a_row(tmp_path: Path, monkeypatch
 def test_three_steps_in_a_row_stop_the_run_also_across_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = static(tmp_path, max_steps=8, max_steps_without_signal=3, checkpoint_every=1)
+    run = static(tmp_path, max_steps=8, max_steps_without_signal=3, checkpoint_every=99)
     with pytest.raises(StoppedCleanly, match="after step 4: 3 steps in a row"):
         go(run, monkeypatch, hopeless_in(run, {2, 3, 4, 5, 6}))
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000004"]
     run.cfg.trainer.grpo.max_steps_without_signal = 5
     with pytest.raises(StoppedCleanly, match="after step 6: 5 steps in a row"):
         go(run, monkeypatch, hopeless_in(run, {2, 3, 4, 5, 6}))

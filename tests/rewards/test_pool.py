@@ -77,7 +77,7 @@ def test_each_pool_has_the_settings_and_limits_of_its_server() -> None:
     given: dict[str, dict[str, Any]] = {"math": {"time_budget_s": 9.5}}
     specs = plan_pools(discover(), ["code", "math"], 2, given, 7, 512, unsafe_no_sandbox=True, on_demand=True)
     code, math = sorted(specs, key=lambda spec: spec.plugin)
-    limits = {"workers": 2, "max_queue": 7, "memory_mb": 512, "unsafe_no_sandbox": True}
+    limits: dict[str, Any] = {"workers": 2, "max_queue": 7, "memory_mb": 512, "unsafe_no_sandbox": True}
     assert math == PoolSpec("math", given["math"], budget_s=9.5, **limits)
     assert code == PoolSpec("code", {}, budget_s=code.budget_s, sandboxed=True, **limits)
 

@@ -347,7 +347,7 @@ def report_update(metrics: Metrics, sums: dict[str, float]) -> None:
     """Add an update's sums to the metrics, averaged over the tokens of all updates of the step."""
     tokens = sums["tokens"]
     for key in ("surrogate", "kl", "weight", "clipped_high", "clipped_low", "dual_clipped", "ratio", "approx_kl"):
-        metrics.put(f"policy/{key}", sums[key] / max(1.0, tokens), weight=tokens)
+        metrics.put(f"policy/{key}", sums[key] / tokens, weight=tokens)
     for key in ("loss", "grad_norm", "max_ratio", "min_ratio", "nonfinite"):
         metrics.put(f"policy/{key}", sums[key])
     metrics.put("policy/max_grad_norm", sums["grad_norm"])

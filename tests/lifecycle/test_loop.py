@@ -258,6 +258,7 @@ def test_one_step_off_each_batch_is_made_while_the_step_before_trains(
             assert (waiting["step"], waiting["version"]) == (3, 1)
         go(run, monkeypatch)
         assert isinstance(run.collector, OneStepOff)
+        assert run.alarms() == []  # also in steps without a token of the present weights
         lines.append(run.lines())
     assert lines[0] == lines[1]
     assert [{line["version"] for line in run.rollouts(step)} for step in (1, 2, 3, 4)] == [{0}, {0}, {1}, {2}]

@@ -89,12 +89,6 @@ def disturbed(undisturbed: Path) -> Path:
     return whole_runs.run_disturbed(ROOT, undisturbed)
 
 
-@pytest.fixture(scope="session")
-def stage_run(undisturbed: Path) -> Path:
-    """A stage that begins from the finished run and was stopped."""
-    return whole_runs.run_stage(ROOT, undisturbed)
-
-
 @pytest.fixture
 def prorl(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs the `prorl` command in a process of its own, in an empty folder."""

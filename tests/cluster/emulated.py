@@ -70,7 +70,7 @@ class Slurm:
         """Standard output of a command with the cluster's environment; raises RuntimeError with what it said."""
         environment = {**self.environment, **(env or {})}
         told = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
         )
         if told.returncode != 0:
             raise RuntimeError(f"{' '.join(command)} ended with {told.returncode}: {told.stderr.strip()}")

@@ -15,9 +15,9 @@ import torch
 from nemo_prorl.deadlines import Deadline
 from tests.cluster.conftest import unless_there_is_no_slurm
 from tests.cluster.emulated import Ended, cluster
-from tests.cluster.whole import STEPS, recorded, run_on_nodes, saved_tensors
+from tests.cluster.whole import FIRST_STEPS, recorded, run_on_nodes, run_stage, saved_tensors
 from tests.test_formats import against
-from tests.whole_runs import Job, events_of, metrics_of, without_time
+from tests.whole_runs import STEPS, Job, events_of, metrics_of, without_time
 
 pytestmark = [pytest.mark.nemo, pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -31,13 +31,20 @@ NODES = 2  # what lies between nodes is there; a slow test has four
 
 
 @pytest.fixture(scope="session")
+def stage_run(undisturbed: Path) -> Path:
+    """A stage that begins from the finished run, on several nodes, and was stopped."""
+    unless_there_is_no_slurm()
+    return run_stage(undisturbed, NODES)
+
+
+@pytest.fixture(scope="session")
 def on_nodes(undisturbed: Path) -> Path:
-    """The small run's first steps on several nodes: a data-parallel rank, an engine and a reward server each."""
+    """The small run's first steps on several nodes."""
     unless_there_is_no_slurm()
     return run_on_nodes(undisturbed, "on_nodes", NODES)
 
 
-def assert_same_maths(one: Path, other: Path, steps: int = STEPS) -> None:
+def assert_same_maths(one: Path, other: Path, steps: int = FIRST_STEPS) -> None:
     for step in range(1, steps + 1):
         assert recorded(other, step) == recorded(one, step), f"rollouts of step {step}"
         here, there = (without_time(metrics_of(run)[step - 1]) for run in (one, other))
@@ -53,6 +60,44 @@ def assert_same_maths(one: Path, other: Path, steps: int = STEPS) -> None:
         torch.testing.assert_close(there[name], here[name], rtol=0.0, atol=WEIGHTS_ATOL, msg=name)
 
 
+def test_a_stage_begins_with_the_weights_of_the_one_before(undisturbed: Path, stage_run: Path) -> None:
+    summary = json.loads((undisturbed / "summary.json").read_text())
+    first = events_of(stage_run)[0]
+    assert (first["event"], first["stage"], first["step"]) == ("start", "run2", 0)
+    assert first["start_from"] == str(undisturbed / "checkpoints" / f"step-{STEPS:06d}")
+    assert first["weights_sha256"] == summary["weights_sha256"]
+    scores = [[e for e in events_of(run) if e["event"] == "validation"] for run in (undisturbed, stage_run)]
+    assert (scores[1][0]["step"], scores[1][0]["tasks"]) == (0, scores[0][-1]["tasks"])  # same weights, same seeds
+    assert not (stage_run / "base").exists()
+
+
+def test_a_stage_begins_with_a_hard_reset(undisturbed: Path, stage_run: Path) -> None:
+    resets = [e for e in events_of(stage_run) if e["event"].startswith("reset")]
+    assert [(e["event"], e["step"]) for e in resets] == [("reset_intent", 0), ("reset_commit", 0)]
+    assert resets[1]["reference_sha256"] == json.loads((undisturbed / "summary.json").read_text())["weights_sha256"]
+    kl = [m["kl"] for m in metrics_of(stage_run)]
+    assert kl[0] == 0.0
+    assert all(value > 1e-6 for value in kl[1:])
+    assert {m["stage"] for m in metrics_of(stage_run)} == {"run2"}
+
+
+def test_a_live_run_does_what_it_is_asked_stops_and_calls_on_event(stage_run: Path) -> None:
+    events = [e for e in events_of(stage_run) if e["event"] in ("control", "stop")]
+    assert [(e["event"], e.get("status")) for e in events] == [("control", "done"), ("stop", None)]
+    assert events[0]["detail"] == f"checkpoint of step {events[0]['step']}"
+    assert (stage_run / "checkpoints" / f"step-{events[1]['step']:06d}" / "state.json").is_file()
+    assert metrics_of(stage_run)[-1]["step"] == events[1]["step"] < 40
+    told = [json.loads(line) for line in stage_run.with_name("told.jsonl").read_text().splitlines()]
+    assert [e["event"] for e in told] == ["reset", "stop"]
+
+
+def test_the_engines_of_all_nodes_have_the_weights_of_their_step(stage_run: Path) -> None:
+    """After each update of ranks on two nodes."""
+    for m in metrics_of(stage_run):
+        assert 0.0 < m["engine_gap/mean_abs"] < 1e-5
+
+
+@pytest.mark.slow
 def test_nodes_do_what_one_does(undisturbed: Path, on_nodes: Path) -> None:
     assert_same_maths(undisturbed, on_nodes)
 
@@ -63,8 +108,8 @@ def test_four_nodes_do_what_one_does(undisturbed: Path) -> None:
     assert_same_maths(undisturbed, run_on_nodes(undisturbed, "on_four_nodes", 4))
 
 
-def test_a_timeline_has_the_processes_of_all_nodes(on_nodes: Path) -> None:
-    trace = json.loads((on_nodes / "traces" / f"step-{STEPS}.json").read_text())
+def test_a_timeline_has_the_processes_of_all_nodes(stage_run: Path) -> None:
+    trace = json.loads((stage_run / "traces" / "step-1.json").read_text())
     assert not against("trace", trace)
     assert not trace["otherData"]["missing"]
     wanted = {f"{kind}-{k}" for kind in ("trainer", "engine", "rewards") for k in range(NODES)}
@@ -74,15 +119,14 @@ def test_a_timeline_has_the_processes_of_all_nodes(on_nodes: Path) -> None:
     assert max(begins) - min(begins) < 1e6  # the ranks go in step
 
 
-def test_engines_and_reward_servers_are_on_every_node(on_nodes: Path) -> None:
-    logs = on_nodes / "logs"
+def test_engines_and_reward_servers_are_on_every_node(stage_run: Path) -> None:
+    logs = stage_run / "logs"
     for kind in ("trainer", "engine", "rewards"):
         assert sorted(path.name for path in logs.glob(f"{kind}-*.log")) == [f"{kind}-{k}.log" for k in range(NODES)]
     merged = (logs / "all.log").read_text()
     assert all(f"engine {k} serves" in merged for k in range(NODES))
-    hosts = [path.read_text() for path in sorted((on_nodes / "endpoints").glob("rewards-*.json"))]
+    hosts = [path.read_text() for path in sorted((stage_run / "endpoints").glob("rewards-*.json"))]
     assert [f"http://node{k}:" in text for k, text in enumerate(hosts)] == [True] * NODES
-    assert [e["event"] for e in events_of(on_nodes)][-1] == "finish"
 
 
 @pytest.mark.slow
@@ -100,7 +144,7 @@ def test_a_run_goes_on_with_another_number_of_nodes(root: Path, undisturbed: Pat
     base = [f"pretrained_checkpoint.restore_from_path={undisturbed / 'base'}", "trainer.warmup.steps=0"]
     job = Job(root, run, *base, "trainer.num_nodes=1", "rollout.engines=1")
     assert job.wait() == 0, job.text()
-    assert [e["step"] for e in events_of(run) if e["event"] == "resume"] == [STEPS]
+    assert [e["step"] for e in events_of(run) if e["event"] == "resume"] == [FIRST_STEPS]
     assert_same_maths(undisturbed, run, steps=4)
 
 

@@ -2,6 +2,8 @@
 
 import json
 import os
+import signal
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,26 +13,59 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from tests.cluster.emulated import Ended, cluster
-from tests.whole_runs import SMALL
+from nemo_prorl.deadlines import Deadline
+from tests.cluster.emulated import Ended, Slurm, cluster
+from tests.whole_runs import SMALL, metrics_of
 
-STEPS = 2
+FIRST_STEPS = 2
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]}
+
+
+def submitted(slurm: Slurm, run: Path, nodes: int, stage: str, *overrides: str) -> int:
+    """The number of a job in which each of so many nodes has a data-parallel rank, an engine and a reward server."""
+    words = [f"--nodes={nodes}", "--gpus-per-node=0", "--mem=0", f"--output={run}.log"]
+    words += ["slurm/stage.sbatch", stage, "cluster=slurm_dev", "data=laptop", f"run_dir={run}", *SMALL]
+    words += [f"trainer.num_nodes={nodes}", f"rollout.engines={nodes}"]
+    return slurm.sbatch(*words, *overrides, env=ENVIRONMENT)
+
+
+def ended(slurm: Slurm, job: int, run: Path, code: int) -> None:
+    """Waits for the job's end with this exit code; nothing of it is left."""
+    wanted = Ended("FAILED" if code else "COMPLETED", code, 0)
+    assert slurm.wait(job, 600) == wanted, Path(f"{run}.log").read_text()[-5000:]
+    slurm.no_orphans()
 
 
 def run_on_nodes(undisturbed: Path, name: str, nodes: int, *overrides: str) -> Path:
     """Two steps from where the run on one node began, on so many nodes, through sbatch; the run directory."""
     run = undisturbed.with_name(name)
-    words = [f"--nodes={nodes}", "--gpus-per-node=0", "--mem=0", f"--output={run}.log"]
-    words += ["slurm/stage.sbatch", "none", "cluster=slurm_dev", "data=laptop", f"run_dir={run}", *SMALL]
-    words += [f"trainer.num_nodes={nodes}", f"rollout.engines={nodes}", f"trainer.grpo.max_steps={STEPS}"]
-    words += [f"trainer.trace_steps=[{STEPS}]"]
+    words = [f"trainer.grpo.max_steps={FIRST_STEPS}", f"trainer.trace_steps=[{FIRST_STEPS}]"]
     words += [f"pretrained_checkpoint.restore_from_path={undisturbed / 'base'}", "trainer.warmup.steps=0"]
     with cluster(nodes=nodes) as slurm:
-        job = slurm.sbatch(*words, *overrides, env={"OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]})
-        ended = slurm.wait(job, 600)
-        log = Path(f"{run}.log").read_text()
-        assert ended == Ended("COMPLETED", 0, 0), log[-5000:]
-        slurm.no_orphans()
+        ended(slurm, submitted(slurm, run, nodes, "none", *words, *overrides), run, 0)
+    return run
+
+
+def run_stage(undisturbed: Path, nodes: int) -> Path:
+    """A stage on several nodes that begins from the finished run; while it works it is asked for a checkpoint, then to
+    stop, which every supervisor is told as Slurm does it."""
+    run, log = undisturbed.with_name("stage"), undisturbed.with_name("told.jsonl")
+    hook = f"""on_event='{sys.executable} -c "import sys; open(sys.argv[1], \\"a\\").write(sys.stdin.read())" {log}'"""
+    words = ["data.tasks=null", f"chain.start_from={undisturbed}", "trainer.resets.at_steps=[]", hook]
+    words += ["trainer.grpo.max_steps=40", "trainer.trace_steps=[1]"]
+    with cluster(nodes=nodes) as slurm:
+        job = submitted(slurm, run, nodes, "run2", *words)
+
+        def begun() -> bool:
+            assert slurm.state(job) in ("PENDING", "RUNNING"), Path(f"{run}.log").read_text()[-5000:]
+            return bool(metrics_of(run))
+
+        Deadline(400, "the first step").wait_until(begun, every=0.5)
+        slurm.run(sys.executable, "-m", "nemo_prorl.cli", "control", str(run), "checkpoint", env=ENVIRONMENT)
+        for process in slurm.processes():
+            if any("nemo_prorl.launcher.node" in word for word in process.cmdline()) and "srun" not in process.name():
+                process.send_signal(signal.SIGTERM)
+        ended(slurm, job, run, 75)
     return run
 
 

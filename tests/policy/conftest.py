@@ -11,9 +11,12 @@ from tests.policy.started import run_ranks, run_te_ranks
 
 
 @pytest.fixture(scope="session")
-def ranks(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which `ranks.py` wrote what the real actor computes at each layout."""
-    return run_ranks(root, tmp_path_factory.mktemp("ranks"))
+def ranks(root: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """The folder in which `ranks.py` wrote what the real actor computes at each layout that is looked at."""
+    slow = any(
+        "ranks" in getattr(x, "fixturenames", ()) and x.get_closest_marker("slow") for x in request.session.items
+    )
+    return run_ranks(root, tmp_path_factory.mktemp("ranks"), slow)
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ LAYOUTS = [
     Layout("llama_tied", pp=2),
     Layout(dp=2, micro_batch=18, tokens=64, packed=True),
 ]
+SLOW = [Layout(tp=2)]  # the next has its tensor ranks, too
 LOSS = GRPOConfig(kl_coef=0.1, entropy_coef=0.01)
 DENOMINATOR = 99.0
 

@@ -29,12 +29,14 @@ QWEN2: dict[str, Any] = {
 QWEN3 = QWEN2 | {  # norms of queries and keys, no biases, heads wider than hidden_size / heads
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
+    "num_hidden_layers": 2,
     "head_dim": 32,
     "rope_theta": 1000000.0,
 }
 LLAMA_TIED = QWEN2 | {  # Llama 3's rotary scaling changes some frequencies, blends some and keeps some
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
+    "num_hidden_layers": 2,
     "tie_word_embeddings": True,
     "rms_norm_eps": 1e-5,
     "rope_theta": 500000.0,

@@ -1,6 +1,6 @@
 """Runs the real actor at several parallel layouts and writes down what each computes.
 
-    python tests/policy/ranks.py OUT
+    python tests/policy/ranks.py OUT [slow]        slow: also the layouts that only slow tests look at
 
 NeMo takes 15 s to import: one process does it and forks the ranks of each layout in turn.
 """
@@ -61,9 +61,10 @@ class Layout:
 
 DATA_PARALLEL = Layout(dp=2, micro_batch=18, tokens=64)
 OTHER_MICRO_BATCHES = Layout(micro_batch=3, packed=True)
+PIPELINE_PACKED = Layout(pp=2, packed=True)  # slow: MOST_CUT has the stages, the last layout both at once
 LAYOUTS = [
     Layout(),
-    Layout(pp=2, packed=True),
+    PIPELINE_PACKED,
     DATA_PARALLEL,
     Layout(tp=2, pp=2),
     OTHER_MICRO_BATCHES,
@@ -75,6 +76,7 @@ LAYOUTS = [
 
 
 FIRST = {model: next(x for x in LAYOUTS if x.model == model) for model in MODELS}
+SLOW = [PIPELINE_PACKED]
 MOST_CUT = Layout(tp=2, pp=2)  # its checkpoint is loaded at (1, 1, 1), too
 CLOSER = [Layout(), DATA_PARALLEL, MOST_CUT]  # where a roll-back and both ways to write are looked at, to save time
 RECORDED_UPDATES = 2
@@ -446,7 +448,7 @@ def wait_for(children: list[int], log: Path, seconds: float) -> None:
 
 
 def main() -> None:
-    out = Path(sys.argv[1])
+    out, slow = Path(sys.argv[1]), sys.argv[2:] == ["slow"]
     for name, config in MODELS.items():
         write_model(out / name, config)
     from nemo_prorl.policy.cpu import shims as cpu
@@ -457,7 +459,7 @@ def main() -> None:
     import nemo_prorl.policy.actor
     import nemo_prorl.policy.checkpoint_files  # noqa: F401  (imported before the forks)
 
-    for layout in LAYOUTS:
+    for layout in (x for x in LAYOUTS if slow or x not in SLOW):
         fork_ranks(layout.world, lambda layout=layout: measure(layout, out), out / layout.name, 240)  # type: ignore[misc]
 
     for work in (of.of_one_adam, of.across):
@@ -467,7 +469,7 @@ def main() -> None:
 
     for name, config in MODELS.items():
         write_model(out / f"half-{name}", config, torch.bfloat16)
-    for layout in half.LAYOUTS:
+    for layout in (x for x in half.LAYOUTS if slow or x not in half.SLOW):
         fork_ranks(layout.world, partial(half.measure, layout, out), out / f"half-{layout.name}", 120)
 
 

@@ -10,9 +10,9 @@ from tests.ending import end_with_session
 TE_STAND_IN = Path(__file__).parent.parent / "te_stand_in"
 
 
-def run_ranks(root: Path, out: Path) -> Path:
-    """The folder in which `ranks.py` wrote what the real actor computes at each layout."""
-    return _run("ranks.py", root, out, [root], {})
+def run_ranks(root: Path, out: Path, slow: bool) -> Path:
+    """The folder in which `ranks.py` wrote what the real actor computes at each layout; `slow`: at all of them."""
+    return _run("ranks.py", root, out, [root], {}, *["slow"] * slow)
 
 
 def run_te_ranks(root: Path, out: Path) -> Path:
@@ -26,8 +26,8 @@ def run_choice_ranks(root: Path, out: Path) -> Path:
     return _run("choice_ranks.py", root, out, [TE_STAND_IN, root], {"TORCH_COMPILE_DISABLE": "1"})
 
 
-def _run(script: str, root: Path, out: Path, path: list[Path], variables: dict[str, str]) -> Path:
-    command = [sys.executable, str(Path(__file__).with_name(script)), str(out)]
+def _run(script: str, root: Path, out: Path, path: list[Path], variables: dict[str, str], *words: str) -> Path:
+    command = [sys.executable, str(Path(__file__).with_name(script)), str(out), *words]
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, path)),

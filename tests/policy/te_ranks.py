@@ -27,7 +27,7 @@ from nemo_prorl.trainer import policy_loss
 from tests.policy.models import QWEN2, QWEN3, write_model
 from tests.policy.ranks import fixed_batch, fork_ranks
 
-MODELS = {"model": QWEN2 | {"num_hidden_layers": 3}, "qwen3": QWEN3 | {"num_hidden_layers": 2}}
+MODELS = {"model": QWEN2 | {"num_hidden_layers": 3}, "qwen3": QWEN3}
 
 
 @dataclass(frozen=True)

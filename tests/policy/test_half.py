@@ -18,11 +18,13 @@ import torch
 from safetensors.torch import load_file
 
 from nemo_prorl.algorithms.losses import grpo_loss
-from tests.policy.measure_half import DENOMINATOR, LAYOUTS, LOSS
+from tests.policy.measure_half import DENOMINATOR, LAYOUTS, LOSS, SLOW
 from tests.policy.ranks import Layout, fixed_batch
 
 pytestmark = [pytest.mark.nemo, pytest.mark.timeout(900)]
-layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=[x.name for x in LAYOUTS])
+layouts = pytest.mark.parametrize(
+    "layout", [pytest.param(x, id=x.name, marks=[pytest.mark.slow] if x in SLOW else []) for x in LAYOUTS]
+)
 
 
 def measured(ranks: Path, layout: Layout) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from tests.policy.ranks import (
     MOST_CUT,
     OTHER_MICRO_BATCHES,
     RECORDED_UPDATES,
+    SLOW,
     STEPS,
     Layout,
     fixed_batch,
@@ -37,7 +38,9 @@ OTHERS = [x for x in LAYOUTS if x not in FIRST.values()]
 
 
 def names(layouts: list[Layout]) -> Any:
-    return pytest.mark.parametrize("layout", layouts, ids=[x.name for x in layouts])
+    return pytest.mark.parametrize(
+        "layout", [pytest.param(x, id=x.name, marks=[pytest.mark.slow] if x in SLOW else []) for x in layouts]
+    )
 
 
 def assert_same_tensors(found: dict[str, Any], wanted: dict[str, Any], relative: float, absolute: float) -> None:

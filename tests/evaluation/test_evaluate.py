@@ -5,12 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nemo_prorl import cli
 from nemo_prorl.deadlines import Deadline
 from tests import paper_model
 from tests.test_formats import against
@@ -118,12 +119,25 @@ def test_killed_half_way_and_run_again_it_gives_the_same_and_asks_for_nothing_tw
     assert numbers(tmp_path / "whole")["benchmarks"]["laptop_gcd"]["unjudged"] == 0
 
 
-def wrong(*words: str) -> tuple[int, str]:
-    code, _, err = ended(prorl(*words))
-    return code, err
+Wrong = Callable[..., tuple[int, str]]
 
 
-def test_wrong_use_is_told(tmp_path: Path) -> None:
+@pytest.fixture
+def wrong(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> Wrong:
+    """The exit code of the command in this process, and what it says: a start of its own costs a second or two."""
+
+    def run(*words: str) -> tuple[int, str]:
+        caplog.clear()
+        try:
+            code = cli.main(["evaluate", *words])
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return code, capsys.readouterr().err + caplog.text
+
+    return run
+
+
+def test_wrong_use_is_told(wrong: Wrong, tmp_path: Path) -> None:
     out = ["--out", str(tmp_path / "out")]
     code, err = wrong("nowhere", "--benchmarks", "aime42", *out)
     assert code == 2

@@ -9,11 +9,21 @@ import pytest
 from nemo_prorl.config import DataSource
 from nemo_prorl.data.laptop.generators import generate
 from nemo_prorl.evaluation.catalogue import catalogue, choose
-from tests.evaluation.test_evaluate import VLLM, Address, address, ended, laptop_model, nothing_stays, prorl
+from tests.evaluation.test_evaluate import (
+    VLLM,
+    Address,
+    Wrong,
+    address,
+    ended,
+    laptop_model,
+    nothing_stays,
+    prorl,
+    wrong,
+)
 from tests.evaluation.test_published import TRUTHS
 from tests.test_formats import against
 
-__all__ = ["address", "laptop_model", "nothing_stays"]  # fixtures
+__all__ = ["address", "laptop_model", "nothing_stays", "wrong"]  # fixtures
 
 pytestmark = pytest.mark.starts
 
@@ -107,8 +117,8 @@ def test_a_real_model_beside_the_paper(laptop_model: Path, tmp_path: Path) -> No
         ),
     ],
 )
-def test_wrong_use_of_the_papers_scores(words: list[str], told: str) -> None:
-    code, _, err = ended(prorl(*words))
+def test_wrong_use_of_the_papers_scores(wrong: Wrong, words: list[str], told: str) -> None:
+    code, err = wrong(*words)
     assert code == 2
     assert told in err
 

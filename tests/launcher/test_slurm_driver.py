@@ -92,6 +92,7 @@ SINFO = """
 print(open("nodes.txt").read())
 """
 
+BARE = f"#!{sys.executable} -S"  # without site-packages it starts in a third of the time
 JOB = "JobId=17 JobState=RUNNING Restarts=0 BatchHost=localhost PreemptTime=None ExcNodeList=(null) ReqNodeList=(null)"
 QUICK = (
     "import nemo_prorl.launcher.slurm_driver as s; s.Driver.wait = lambda self, seconds: None; s._REQUEUED_S = 0.5;"
@@ -126,7 +127,7 @@ class Cluster:
         self.folder = folder
         (folder / "bin").mkdir()
         for name, code in (("srun", SRUN), ("scontrol", SCONTROL), ("sinfo", SINFO)):
-            (folder / "bin" / name).write_text(f"#!{sys.executable}\n{code.replace('ROOT', str(ROOT))}")
+            (folder / "bin" / name).write_text(f"{BARE}\n{code.replace('ROOT', str(ROOT))}")
             (folder / "bin" / name).chmod(0o755)
         (folder / "job.txt").write_text(JOB)
         (folder / "nodes.txt").write_text(nodes_of("a idle", "b allocated"))
@@ -146,7 +147,7 @@ class Cluster:
     def start(self, outcomes: list[dict[str, Any]], *words: str) -> "subprocess.Popen[str]":
         (self.folder / "outcomes.json").write_text(json.dumps(outcomes))
         return subprocess.Popen(
-            [sys.executable, "-c", self.code + "s.main()", *self.words, *words],
+            [sys.executable, "-S", "-c", self.code + "s.main()", *self.words, *words],
             cwd=self.folder,
             stderr=subprocess.PIPE,
             text=True,
@@ -600,7 +601,7 @@ def test_a_requeue_that_slurm_does_not_take_is_tried_again(cluster: Cluster, mon
     refusing = (
         SCONTROL + 'if sys.argv[1] == "requeue" and len(open("slurm.txt").read().split("requeue")) < 4: sys.exit(1)\n'
     )
-    (cluster.folder / "bin" / "scontrol").write_text(f"#!{sys.executable}\n{refusing}")
+    (cluster.folder / "bin" / "scontrol").write_text(f"{BARE}\n{refusing}")
     process = cluster.start([{"code": 75, "waits": True}])
     Deadline(30, "the run to be under way").wait_until((cluster.folder / "waiting").exists)
     process.send_signal(signal.SIGUSR1)

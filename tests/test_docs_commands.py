@@ -315,7 +315,12 @@ def on_rows_made_here(words: Words, place: Path) -> Words:
     return given
 
 
-@commands_of("prorl data")
+def all_folders(words: Words) -> bool:
+    """Makes all of the paper's data, as tests/data/test_prepare_paper.py does with the same stand-ins."""
+    return words[2:4] == ["prepare", "paper"]
+
+
+@commands_of("prorl data", slow=all_folders)
 def test_data_is_prepared(words: Words, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On rows made here; a judge is a real HTTP server."""
     if words[2] == "sources":
@@ -427,7 +432,7 @@ def on_gpus(words: Words) -> bool:
     return "cluster=h100_4x8" in words
 
 
-@commands_of(*WHOLE, "plugins.md", "prorl plan", "prorl launch")
+@commands_of(*WHOLE, "plugins.md", "prorl plan", "prorl launch", "prorl data")
 def test_what_takes_long_is_a_command_at_least(words: Words, place: Path) -> None:
     """Parsed by the real parser; overrides are composed and checked by the real loader."""
     if Path(words[0]).name != "prorl":

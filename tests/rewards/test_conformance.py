@@ -71,7 +71,10 @@ BAD: dict[str, tuple[str, dict[str, str]]] = {
     "starts a process when imported": ("import", {"top": "import subprocess; subprocess.run(['true'])"}),
     "changes the environment when imported": ("import", {"top": "os.environ['TZ'] = 'UTC'"}),
     "loads a heavy package when imported": ("import", {"top": "import sympy"}),
-    "computes when imported": ("import", {"top": "import time\nwhile time.process_time() < 1.8: pass"}),
+    "computes when imported": (
+        "import",
+        {"top": "import time\nend = min(time.process_time(), 0.7) + 1.1\nwhile time.process_time() < end: pass"},
+    ),
     "cannot be prepared": ("start", {"prepare": "raise RuntimeError('no word list')"}),
     "a good answer scores less": ("examples", {"score": "score *= 0.5"}),
     "a bad answer scores 1": ("examples", {"score": "score = 1.0 if right or 'no' in text else 0.0"}),
@@ -106,9 +109,15 @@ BAD: dict[str, tuple[str, dict[str, str]]] = {
     "evaluates an answer": ("adversarial", {"score": "eval(text) if text.startswith('__') else 0"}),
     "slow on a long answer": (
         "time",
-        {"score": "import time\n        while len(text) > 90000 and time.process_time() < 1e9: pass"},
+        {
+            "more": "    time_budget_s = 0.4",
+            "score": "import time\n        while len(text) > 90000 and time.process_time() < 1e9: pass",
+        },
     ),
-    "waits on a long answer": ("time", {"score": "import time; time.sleep(99 * (len(text) > 90000))"}),
+    "waits on a long answer": (
+        "time",
+        {"more": "    time_budget_s = 0.4", "score": "import time; time.sleep(99 * (len(text) > 90000))"},
+    ),
     "rolls dice": ("determinism", {"score": "import random; detail = str(random.random())"}),
     "depends on the order of a set": ("determinism", {"score": "detail = str({'a', 'b', 'c', 'd', 'e'})"}),
     "remembers earlier answers": (

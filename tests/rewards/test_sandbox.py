@@ -389,7 +389,7 @@ def test_many_programs_leave_nothing(box: ProcessSandbox) -> None:
 
     run(box, ADD, "1 2")
     before = state()
-    for number in range(200):
+    for number in range(40):
         source = ADD if number % 2 else "open(str(id(0)), 'w').write('x')\nraise SystemExit(1)"
         run(box, source, "1 2", "3 4")
     assert state() == before

@@ -1,4 +1,4 @@
-"""Judge for run_attacks.py on top of the reward service:  judge.py WORKERS
+"""Judge for run_attacks.py on top of the reward service:  judge.py WORKERS [LIMIT_S]
 
 `prorl rewards score` would do, too; here verdicts leave as they come, and all workers are those of the plugin `code`.
 """
@@ -27,10 +27,10 @@ def answer(future: "asyncio.Future[dict[str, Any]]") -> None:
     sys.stdout.flush()
 
 
-async def main(workers: int) -> None:
+async def main(workers: int, settings: dict[str, float]) -> None:
     """Answers until standard input ends."""
     registry = discover()
-    service = RewardService(plan_pools(registry, ["code"], workers), registry)
+    service = RewardService(plan_pools(registry, ["code"], workers, {"code": settings}), registry)
     await service.start()
     open_requests = []
     try:
@@ -44,4 +44,4 @@ async def main(workers: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[1])))
+    asyncio.run(main(int(sys.argv[1]), {"time_limit_s": float(limit) for limit in sys.argv[2:]}))

@@ -114,7 +114,7 @@ class Slurm:
             if time.monotonic() > end:
                 what = f"job {job} is not {' or '.join(states)} after {seconds:g} s but {found.get('JobState')}"
                 raise TimeoutError(f"{what} ({found.get('Reason')}); it printed:\n{self.output(job)[-3000:]}")
-            time.sleep(0.2)
+            time.sleep(0.5)
         return found
 
     def wait(self, job: int, seconds: float) -> Ended:

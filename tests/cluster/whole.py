@@ -60,7 +60,7 @@ def run_stage(undisturbed: Path, nodes: int) -> Path:
             assert slurm.state(job) in ("PENDING", "RUNNING"), Path(f"{run}.log").read_text()[-5000:]
             return bool(metrics_of(run))
 
-        Deadline(400, "the first step").wait_until(begun, every=0.5)
+        Deadline(400, "the first step").wait_until(begun, every=1.0)
         slurm.run(sys.executable, "-m", "nemo_prorl.cli", "control", str(run), "checkpoint", env=ENVIRONMENT)
         for process in slurm.processes():
             if any("nemo_prorl.launcher.node" in word for word in process.cmdline()) and "srun" not in process.name():

@@ -11,6 +11,7 @@ OWN = ROOT / "tests" / "attacks"
 GIVEN = OWN / "given"
 CONDITIONS = {"root": (), "user": ("as",), "closed": ("as", "--no-user-namespaces")}
 _AT_ONCE = 4  # most of the time is spent asleep
+_LIMIT_S = "3"  # for a given program: what never ends takes this; the longest honest one takes a second
 # Of the given programs, as a user: what depends on the level of the sandbox, and what has broken one of them before.
 _AS_USER = [
     "fs-*",
@@ -39,16 +40,16 @@ def attack(cases: Path, judge: list[str], *options: str) -> subprocess.Completed
     )
 
 
-def judge(condition: str) -> list[str]:
-    """The command of our judge, with root's rights or without them."""
+def judge(condition: str, *limit_s: str) -> list[str]:
+    """The command of our judge, with root's rights or without them; `limit_s`: another time limit than the plugin's."""
     rights = CONDITIONS[condition]
     becomes = [sys.executable, str(ROOT / "tests/rewards/as_user.py"), *rights[1:]] if rights else []
-    return [*becomes, sys.executable, str(OWN / "judge.py"), str(_AT_ONCE)]
+    return [*becomes, sys.executable, str(OWN / "judge.py"), str(_AT_ONCE), *limit_s]
 
 
 def run_attacks(out: Path) -> Path:
     """The given programs, all as root and a part as a user: the folder of what the runner said, CONDITION.json."""
     for condition, options in (("root", ()), ("user", ("--only", *_AS_USER))):
-        done = attack(GIVEN, judge(condition), *options)
+        done = attack(GIVEN, judge(condition, _LIMIT_S), "--limit", _LIMIT_S, *options)
         (out / f"{condition}.json").write_text(json.dumps([done.returncode, done.stdout, done.stderr]))
     return out

@@ -25,10 +25,16 @@ LONG = (
         "tests/rollout/test_collector.py",
         "tests/rollout/test_float32_head.py",
         "tests/rollout/test_sleep.py",
+        "tests/rollout/test_checksums.py",
         "tests/rollout/test_stopped_engines.py",  # last, because it kills the engine
     ),
     ("tests/rewards/test_attacks.py",),
-    ("tests/policy/test_te.py",),
+    (
+        "tests/policy/test_te.py",
+        "tests/policy/test_packing.py",  # these three import Megatron
+        "tests/policy/test_random_state.py",
+        "tests/policy/test_nemo_config.py",
+    ),
     ("tests/cluster/test_stage.py", "tests/cluster/test_emulated.py"),
 )
 

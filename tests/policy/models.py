@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 QWEN2: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -88,6 +86,9 @@ def write_model(folder: Path, config: dict[str, Any], dtype: torch.dtype = torch
 
 
 def _write_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # not for every worker that collects tests
+    from transformers import PreTrainedTokenizerFast
+
     words = ["<pad>", "<bos>", "<eos>"] + [chr(i) for i in range(32, 127)] + ["\n"]
     tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from nemo_prorl.errors import CheckpointError, ConfigError
 from nemo_prorl.policy.tools import export_hf, import_hf
@@ -36,6 +35,8 @@ def test_import_and_export_are_each_other_s_inverse(name: str, dtype: torch.dtyp
 
 def test_shards_are_read_and_all_small_files_are_kept(tmp_path: Path) -> None:
     """Transformers writes shards; the exported folder has the same greedy text and the same settings."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig  # seconds, for each worker
+
     folder, text = write_model(tmp_path / "whole", MODELS["qwen3"]), "abcdefgh"
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}!"

@@ -146,8 +146,8 @@ def test_memory_time_and_output_are_bounded(box: ProcessSandbox) -> None:
 
 def test_all_tests_share_the_time_limit(box: ProcessSandbox) -> None:
     busy = "import time\nend = time.process_time() + float(input())\nwhile time.process_time() < end: pass\n"
-    assert not run(box, busy, "0.3", "0.3", time_limit_s=2.0).over_time
-    assert run(box, busy, *["0.3"] * 8, time_limit_s=2.0).over_time
+    assert not run(box, busy, "0.1", "0.1", time_limit_s=0.8).over_time
+    assert run(box, busy, *["0.1"] * 9, time_limit_s=0.8).over_time
 
 
 def test_sleeping_counts_as_time(box: ProcessSandbox) -> None:

@@ -54,9 +54,6 @@ class PromptRenderer:
 
     def __init__(self, tokenizer_folder: Path | str, context_tokens: int, data: DataConfig | None = None) -> None:
         os.environ.setdefault(_CORES, "false")  # ranks and workers fork after this
-        from transformers.utils import import_utils
-
-        vars(import_utils)["_sklearn_available"] = False  # its import takes longer than the rest, and is for generation
         from transformers import AutoTokenizer
 
         folder = Path(tokenizer_folder)

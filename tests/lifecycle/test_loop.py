@@ -3,6 +3,7 @@
 import json
 import logging
 import signal
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from nemo_prorl.errors import DeadlineExceeded, RewardFailure, StoppedCleanly
 from nemo_prorl.leader import Leader
 from nemo_prorl.lifecycle import stages
 from nemo_prorl.lifecycle.stages import Origin
+from nemo_prorl.lifecycle.step_traces import StepTraces
 from nemo_prorl.lifecycle.warmup import warm_up
 from nemo_prorl.rewards.second import SecondVerifiers
 from nemo_prorl.rollout.overlap import OneStepOff
@@ -73,6 +75,15 @@ def test_a_stopped_process_says_why_and_answers_whoever_still_waits(
     assert [(e["request"], e["status"]) for e in answers(tmp_path)] == [("r-1", "done"), ("r-2", "dropped")]
     assert left(tmp_path) == []
     assert kept(run) == [2]
+
+
+def test_a_finished_process_has_waited_for_its_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = SmallRun(config(tmp_path, max_steps=2))
+    run.cfg.trainer.trace_steps = [2]
+    merge = StepTraces._merge
+    monkeypatch.setattr(StepTraces, "_merge", lambda *arguments: (time.sleep(0.5), merge(*arguments)))
+    run.process(monkeypatch, lambda trainer: None)
+    assert [path.name for path in (tmp_path / "traces").iterdir()] == ["step-2.json"]
 
 
 def test_a_signal_stops_a_process_after_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

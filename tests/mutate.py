@@ -218,7 +218,7 @@ def try_folder(root: Path, folder: str, mutants: list[Mutant], report: Callable[
     later, tests = root / "later.pickle", FOLDERS[folder][1]
 
     def try_functions() -> bool:
-        from mutation import Session  # type: ignore[import-not-found]
+        from mutation import Session
 
         plugin = Session(root, mutants, report)
         code = session(root, tests, marks, [plugin])

@@ -81,7 +81,12 @@ def test_a_finished_process_has_waited_for_its_trace(tmp_path: Path, monkeypatch
     run = SmallRun(config(tmp_path, max_steps=2))
     run.cfg.trainer.trace_steps = [2]
     merge = StepTraces._merge
-    monkeypatch.setattr(StepTraces, "_merge", lambda *arguments: (time.sleep(0.5), merge(*arguments)))
+
+    def slow(*arguments: Any) -> None:
+        time.sleep(0.5)
+        merge(*arguments)
+
+    monkeypatch.setattr(StepTraces, "_merge", slow)
     run.process(monkeypatch, lambda trainer: None)
     assert [path.name for path in (tmp_path / "traces").iterdir()] == ["step-2.json"]
 

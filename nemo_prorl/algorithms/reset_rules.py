@@ -157,7 +157,7 @@ def decide(history: History, rules: ResetRulesConfig) -> list[Finding]:
 
 def _silent(finding: Finding, history: History, rules: ResetRulesConfig) -> bool:
     told = history.told.get(f"{finding.rule} {finding.subject}")
-    pause = max(rules.cooldown_steps, rules.plateau_steps if finding.rule == "plateau" else 0)
+    pause = max(rules.cooldown_steps, rules.plateau_steps) if finding.rule == "plateau" else rules.cooldown_steps
     return told is not None and history.step - told < pause
 
 
@@ -277,7 +277,7 @@ def _kl_spike(history: History, rules: ResetRulesConfig) -> list[Finding]:
     """
     points = [p for p in history.series.get("kl", [])[-rules.kl_steps - 3 :] if p[1] > 0.0]
     before, last = points[:-3], [value for _, value in points[-3:]]
-    if len(before) <= LEAST_DIFFERENCES or points[-1][0] != history.step:
+    if not before or points[-1][0] != history.step:
         return []
     high, usual = median(last), median(value for _, value in before)
     bound = _bound([(step, math.log(value)) for step, value in before], {}, rules.kl_sigma)

@@ -26,14 +26,14 @@ from nemo_prorl.lifecycle.tolerances import RATIO_PER_GAP, TEMPERATURE
 
 
 def test_clip_counts_by_hand() -> None:
-    ratio = torch.tensor([[0.5, 1.0, 1.3, 1.5, 4.0], [0.5, 1.0, 1.3, 1.5, 4.0], [9.0, 9.0, 9.0, 9.0, 9.0]])
-    mask = torch.tensor([[True] * 5, [True] * 5, [False] * 5])
-    advantage = torch.tensor([1.0, -1.0, 1.0])
-    old = torch.full((3, 5), -5.0)
-    old[2] = math.nan
+    ratio = torch.tensor([[0.5, 1.0, 1.3, 1.5, 4.0]] * 3 + [[9.0] * 5])
+    mask = torch.tensor([[True] * 5] * 3 + [[False] * 5])
+    advantage = torch.tensor([1.0, -1.0, 0.0, 1.0])
+    old = torch.full((4, 5), -5.0)
+    old[3] = math.nan
     got = policy_diagnostics(old + ratio.log(), old, advantage, mask, GRPOConfig(dual_clip=3.0))
     assert {name: value.item() for name, value in got.items() if name not in ("ratio", "approx_kl")} == {
-        "tokens": 10,
+        "tokens": 15,
         "positive_tokens": 5,
         "negative_tokens": 5,
         "clipped_high": 2,  # 1.5 and 4
@@ -44,8 +44,8 @@ def test_clip_counts_by_hand() -> None:
         "min_ratio": pytest.approx(0.5),
         "max_ratio": pytest.approx(4.0),
     }
-    assert got["ratio"].item() == pytest.approx(2 * 8.3, rel=1e-6)
-    assert got["approx_kl"].item() == pytest.approx(2 * sum(r - 1 - math.log(r) for r in ratio[0].tolist()), rel=1e-5)
+    assert got["ratio"].item() == pytest.approx(3 * 8.3, rel=1e-6)
+    assert got["approx_kl"].item() == pytest.approx(3 * sum(r - 1 - math.log(r) for r in ratio[0].tolist()), rel=1e-5)
 
 
 @pytest.mark.parametrize("dual", [None, 2.0])

@@ -99,7 +99,7 @@ def total_denominator(b: Batch, config: GRPOConfig) -> Tensor:
 
 
 CONFIGS = [
-    GRPOConfig(aggregation=aggregation, kl_estimator=kl, dual_clip=dual, kl_coef=0.3, entropy_coef=0.05)
+    GRPOConfig(aggregation=aggregation, kl_estimator=kl, dual_clip=dual, kl_coef=0.5, entropy_coef=0.5)
     for aggregation, kl, dual in product(AGGREGATIONS, KL_ESTIMATORS, (None, 1.5))
 ]
 

@@ -5,10 +5,11 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from statistics import linear_regression, pvariance
+from statistics import linear_regression, pvariance, stdev
 from typing import Any
 
 import pytest
+from scipy.stats import norm, t
 
 from nemo_prorl.algorithms.reset_rules import (
     ADVISING,
@@ -198,6 +199,9 @@ class TestPlateau:
                 false, found = false + (gain > 0 and bool(plateaus)), found + (gain == 0 and bool(plateaus))
         assert (false, found) == (0, 20)
 
+    def test_no_gain_is_not_less_than_none(self) -> None:
+        assert told(scores([0.5] * 12), replace(self.RULES, plateau_gain=0.0)) == []
+
     def test_the_window_must_fill_and_fills_anew_after_a_reset(self) -> None:
         lines = scores([0.5] * 30)
         assert told(lines, self.RULES) == [("plateau", s, "blend") for s in (110, 210)]
@@ -218,6 +222,26 @@ class TestKL:
     def test_at_the_threshold_and_beside_it(self) -> None:
         assert told(self.lines([0.0301] * 3), RULES) == [("kl_spike", 62, "kl")]
         assert told(self.lines([0.0299] * 8), RULES) == []
+
+    @pytest.mark.parametrize("asks", [True, False])
+    def test_the_finding_says_what_it_saw(self, asks: bool) -> None:
+        """Seventeen steps go up and down; the first two are too old to count, and the median of the others is high."""
+        noise = [0.3 * (-1) ** s for s in range(15)]
+        lines = [{"step": s, "kl": v} for s, v in enumerate([9.0, 9.0, *map(math.exp, noise), 20.0, 8.0, 12.0], 1)]
+        rules = replace(RULES, kl_steps=15, kl_sigma=3.0, cooldown_steps=20, kl_high=99.0, asks=["kl_spike"] * asks)
+        [found] = replay(lines, rules)
+        scatter = stdev([b - a for a, b in pairwise(noise)]) / math.sqrt(2)
+        spread = t_quantile(3.0, 2 * 14 / 3) * scatter * math.sqrt(math.pi / 2 * (1 / 3 + 1 / 15))
+        usual = math.exp(0.3)
+        what = f"KL rose to 12, {12 / usual:.3g} times the 1.35 of the 15 steps before (> {math.exp(spread):.3g})"
+        expected = Finding("kl_spike", 20, "kl", 12 / usual, math.exp(spread), asks, what)
+        assert replace(found, threshold=expected.threshold, seen=expected.seen) == expected
+        assert (found.seen, found.threshold) == (pytest.approx(expected.seen), pytest.approx(expected.threshold))
+
+    def test_thirteen_steps_are_enough(self) -> None:
+        rules = replace(RULES, cooldown_steps=9, kl_high=99.0)
+        assert told(self.lines([9.0] * 3, before=12), rules) == []
+        assert told(self.lines([9.0] * 3, before=13), rules) == [("kl_spike", 16, "kl")]
 
     def test_one_odd_step_is_none(self) -> None:
         assert told(self.lines([9.0, 0.01, 0.01, 0.01]), RULES) == []
@@ -335,10 +359,11 @@ def test_a_finding_is_a_text() -> None:
     assert str(Finding("plateau", 3, "blend", 0.0, 0.1, True, "flat")) == "plateau: flat"
 
 
-@pytest.mark.parametrize(("dof", "quantile"), [(8.0, 7.595055), (20.0, 5.035538), (60.0, 4.302015), (1e9, 4.0)])
-def test_student_s_quantile(dof: float, quantile: float) -> None:
-    """Against scipy's `t.isf(norm.sf(4), dof)`; the expansion is a little low at few degrees of freedom."""
-    assert t_quantile(4.0, dof) == pytest.approx(quantile, rel=0.02)
+@pytest.mark.parametrize(("z", "dof"), [(0.5, 20.0), (1.0, 8.0), (2.0, 60.0), (2.0, 100.0), (4.0, 100.0), (4.0, 1e9)])
+def test_student_s_quantile(z: float, dof: float) -> None:
+    """The expansion leaves out the fourth power of 1 / dof; with few degrees of freedom it is a little low."""
+    assert t_quantile(z, dof) == pytest.approx(t.isf(norm.sf(z), dof), rel=2e-6 if z == 4.0 else 2e-7)
+    assert t_quantile(4.0, 8.0) == pytest.approx(t.isf(norm.sf(4.0), 8.0), rel=0.02)
 
 
 def test_the_checks_name_the_rules() -> None:

@@ -272,7 +272,5 @@ def repetition(token_ids: Sequence[int]) -> float:
 
 @functools.cache
 def _powers(count: int) -> Tensor:
-    """Return the first `count` powers of an odd number, modulo 2^64, for a polynomial hash."""
-    powers = torch.full((count,), 6364136223846793005, dtype=torch.int64)
-    powers[0] = 1
-    return powers.cumprod(0)
+    """Return `count` powers of an odd number, modulo 2^64, for a polynomial hash."""
+    return torch.full((count,), 6364136223846793005, dtype=torch.int64).cumprod(0)

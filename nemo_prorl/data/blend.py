@@ -270,7 +270,7 @@ class Blend:
 
     def _order(self, index: int, epoch: int) -> list[int]:
         """Return the shuffled positions of one epoch of a source."""
-        if self._orders.get(index, (-1, []))[0] != epoch:
+        if self._orders.get(index, (None, []))[0] != epoch:
             source, records = self._sources[index]
             order = list(range(len(records)))
             random.Random(f"{self._seed}/{source.name}/{epoch}").shuffle(order)

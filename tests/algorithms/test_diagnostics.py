@@ -157,6 +157,14 @@ class TestTemperature:
     def test_one_token_is_no_temperature(self, outlier: float) -> None:
         assert abs(self.estimate(1.0, 0.003, 2.0, outlier) - 1.0) < TEMPERATURE / 2
 
+    def test_by_hand(self) -> None:
+        """6 standard deviations are the limit, and 100 is the highest ratio."""
+        sums = {"tokens": 36.0, "xx": 2.0, "xy": -1.5, "yy": 1.125}
+        assert temperature_ratio(sums) == 1.0
+        assert temperature_ratio({**sums, "tokens": 37.0}) == 4.0
+        assert temperature_ratio({**sums, "xy": 3.0}) == pytest.approx(0.4)
+        assert temperature_ratio({**sums, "xy": -2.0}) == pytest.approx(100.0)
+
     def test_no_tokens_say_nothing(self) -> None:
         zero = torch.zeros(2, 3)
         sums = temperature_sums(zero, zero, zero, torch.zeros(2, 3, dtype=torch.bool))

@@ -131,17 +131,17 @@ class TestPlateau:
     RULES = replace(RULES, plateau_steps=100, plateau_gain=0.02, plateau_sigma=2.0)
 
     @staticmethod
-    def seen(lines: list[dict[str, Any]]) -> float:
+    def seen(lines: list[dict[str, Any]], plateau_steps: int = 100) -> float:
         """What the rule must see over all lines, by the normal equations and the formula for the residuals' noise."""
         x = [line["step"] for line in lines]
         y = [line["validation/math"] for line in lines]
         slope, level = linear_regression(x, y)
         residuals = [b - slope * a - level for a, b in zip(x, y, strict=True)]
         n, squares = len(x), sum(e * e for e in residuals)
-        r = max(0.0, sum(a * b for a, b in pairwise(residuals)) / squares + 4 / n)
+        r = min(0.95, max(0.0, sum(a * b for a, b in pairwise(residuals)) / squares + 4 / n))
         inflation = (1 + r) / (1 - r)
         sd = math.sqrt(squares / (n - 2) * inflation / (n * pvariance(x)))
-        return 100 * (slope + t_quantile(2.0, max(2.0, (n - 2) / inflation)) * sd)
+        return plateau_steps * (slope + t_quantile(2.0, max(2.0, (n - 2) / inflation)) * sd)
 
     @pytest.mark.parametrize("slope", [-0.001, 0.0, 0.002])
     def test_at_the_threshold_and_beside_it(self, slope: float) -> None:
@@ -152,6 +152,13 @@ class TestPlateau:
         seen = self.seen(lines[1:])
         assert told(lines, replace(self.RULES, plateau_gain=seen + 1e-9)) == [("plateau", 110, "blend")]
         assert told(lines, replace(self.RULES, plateau_gain=seen - 1e-9)) == []
+
+    def test_residuals_of_a_kink_are_at_the_bound_of_the_autocorrelation(self) -> None:
+        lines = scores([0.3 + 0.01 * max(0, i - 6) for i in range(12)], first=1)
+        rules = replace(self.RULES, plateau_steps=110, cooldown_steps=110)
+        seen = self.seen(lines, 110)
+        assert told(lines, replace(rules, plateau_gain=seen + 1e-9)) == [("plateau", 111, "blend")]
+        assert told(lines, replace(rules, plateau_gain=seen - 1e-9)) == []
 
     def test_the_score_at_the_windows_first_step_counts(self) -> None:
         lines: list[dict[str, Any]] = [{"step": s, "validation/math": 0.5} for s in range(50, 201, 50)]

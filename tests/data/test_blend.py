@@ -28,6 +28,10 @@ def test_every_prefix_holds_the_proportions() -> None:
             assert abs(counts[name] - share * total) < 2
 
 
+def test_the_source_furthest_behind_its_share_is_next_and_of_equals_the_first() -> None:
+    assert "".join(one[0] for one, _ in draw(Blend([loaded("a", 7, 3.0), loaded("b", 5)], seed=1), 12)) == "aaba" * 3
+
+
 def test_each_record_once_an_epoch_in_another_order() -> None:
     drawn = [(name, visit) for name, visit in draw(Blend(sources(), seed=1), 300) if name.startswith("b")]
     epochs = [drawn[i : i + 5] for i in range(0, len(drawn) - 5, 5)]

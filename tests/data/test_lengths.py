@@ -79,21 +79,25 @@ def test_the_limit_leaves_out_training_prompts_and_no_validation_prompt(
     counts = PromptLengths(model, DataConfig()).of(source(tmp_path), records)
     most = sorted(counts)[3]
     held_out = [record("v0", "one " * 9), record("v1", "one")]
-    data = LoadedData([(source(tmp_path), records)], [(source(tmp_path, "held"), held_out)])
+    data = LoadedData(
+        [(source(tmp_path), records), (source(tmp_path, "short"), held_out[1:])], [(source(tmp_path, "held"), held_out)]
+    )
     found = fitted(model, data, "trainer.grpo.context_tokens=64", f"data.max_prompt_tokens={most}")
     kept = found.train[0][1]
     assert kept == [one for one, count in zip(records, counts, strict=True) if count <= most]
     left = len(records) - len(kept)
     assert 0 < left < 9
-    train, held = found.sources
+    train, _, held = found.sources
     assert (train.longer, train.records, train.longest) == (left, 9, most)
     assert (held.longer, held.records, held.longest > most) == (1, 2, True)
-    shares = f"mine {left} of 9 ({left / 9:.2%})"
-    assert f"longer than {most} (data.max_prompt_tokens) and left out: {shares}; validation" in found.words()
-    assert found.words().endswith("none left out")
+    share = f"{left} of 9 ({left / 9:.2%})"
+    assert found.words() == (
+        f"training at most {most} tokens; longer than {most} (data.max_prompt_tokens) and left out: mine {share}, short"
+        f" none; validation at most {held.longest}, none left out"
+    )
     found.tell()
-    text = f"'mine': {left} of 9 ({left / 9:.2%}) prompts have more than data.max_prompt_tokens={most} tokens"
-    assert text in caplog.text
+    text = f"data source 'mine': {share} prompts have more than data.max_prompt_tokens={most} tokens and are left out"
+    assert caplog.messages == [text]
 
 
 @pytest.mark.parametrize("part", ["train", "validation"])
@@ -111,6 +115,7 @@ def test_a_prompt_that_fills_the_context_is_named(
     assert "source 'mine'" not in text
     fix = "Fix: data.max_prompt_tokens below 16" if part == "train" else f"--tokenizer {model} --max-prompt-tokens 15"
     assert fix in text
+    assert "\n  The tokenizer was made for data.train, so words that data.train lacks take more tokens.\nFix: " in text
     assert f"trainer.grpo.context_tokens above {tokens}" in text
     if part == "train":
         with pytest.raises(DataError, match=r"'held': 1 of 1 prompts .*max_prompt_tokens=9 .*no record is left"):
@@ -120,8 +125,10 @@ def test_a_prompt_that_fills_the_context_is_named(
 def test_a_second_time_reads_the_cache_and_needs_no_tokenizer(
     model: Path, tmp_path: Path, records: list[dict[str, Any]], counted: Counted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PRORL_CACHE", str(tmp_path / "own"))
     first = PromptLengths(model, DataConfig()).of(source(tmp_path), records)
     assert len(list((tmp_path / "data" / CACHE).iterdir())) == len(counted) == 1
+    assert not list((tmp_path / "own").rglob("*.json"))
     monkeypatch.setattr(PromptRenderer, "__init__", None)  # so that loading a tokenizer fails
     assert PromptLengths(model, DataConfig()).of(source(tmp_path), records) == first
     shutil.copytree(model, tmp_path / "copy")  # such as RUN/base
@@ -147,7 +154,7 @@ def other_tokenizer(model: Path) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[Path], None] | None, DataConfig, dict[str, Any]]] = {
-    "prompt": (None, DataConfig(), {"prompt": "one two two two"}),
+    "prompt": (None, DataConfig(), {"prompt": "one two two two three three three three three three"}),
     "template": (add_template, DataConfig(), {}),
     "tokenizer": (other_tokenizer, DataConfig(), {}),
     "form": (None, DataConfig(prompt="r1"), {}),
@@ -164,7 +171,7 @@ def test_the_cache_is_never_stale(
     before = PromptLengths(model, DataConfig()).of(source(tmp_path), records)
     if change is not None:
         change(model)
-    records[5] |= fields
+    records[0] |= fields
     now = PromptLengths(model, data).of(source(tmp_path), records)
     renderer = PromptRenderer(model, 4096, data)
     assert now == [renderer.length(one) for one in records] != before

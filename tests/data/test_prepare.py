@@ -328,6 +328,9 @@ def test_a_bad_parquet_file_is_named_with_its_row(tmp_path: Path) -> None:
     path.write_bytes(b"PAR1 nonsense")
     with pytest.raises(DataError, match=r"f.parquet: not a readable Parquet file"):
         read_records(path)
+    assert tables.has_messages(path) is False
+    pyarrow.parquet.write_table(pyarrow.table({"other": [1]}), path)
+    assert tables.has_messages(path) is False
 
 
 def test_a_folder_of_something_else_is_left_alone(

@@ -85,7 +85,9 @@ class TestGapProfile:
         gap[0, 1:9] = torch.tensor([0.0, 0.1, 0.0, -0.2, 0.0, 0.3, 0.0, 1.0])
         gap[1, 1:5] = torch.tensor([0.2, 0.2, 0.0, 0.0])
         gap[:, 0] = math.nan
-        found = gap_numbers(gap_profile(torch.zeros(2, 10), gap, mask))
+        profile = gap_profile(torch.zeros(2, 10), gap, mask)
+        assert profile.shape == (4, 2 + 11 * 24 + 2)  # two sums, the bins of 11 decades, and one on either side
+        found = gap_numbers(profile)
         quarters = [found[f"mean_abs_quarter{k}"] for k in (1, 2, 3, 4)]
         assert quarters == pytest.approx([0.3 / 3, 0.4 / 3, 0.3 / 3, 1.0 / 3])
         sizes = [0.0, 0.1, 0.0, 0.2, 0.0, 0.3, 0.0, 1.0, 0.2, 0.2, 0.0, 0.0]

@@ -16,7 +16,7 @@ from nemo_prorl.config import DataSource
 from nemo_prorl.data.laptop.generators import generate
 from nemo_prorl.data.prepare import cli as cli_of_data
 from nemo_prorl.data.prepare.sources import SOURCES
-from nemo_prorl.data.prepared import PAPER, faults, missing_tasks, preparing, task_of
+from nemo_prorl.data.prepared import PAPER, faults, generated_tasks, missing_tasks, preparing, task_of
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.evaluation.catalogue import catalogue
 from tests.conftest import ROOT
@@ -123,6 +123,14 @@ def test_a_stage_refuses_data_that_lacks_a_task_it_names() -> None:
     for cluster in ("slurm_dev", "laptop data=domains"):
         for stage in (name for name in settings.group_options()["stage"]):
             assert faults(settings.load([f"stage={stage}", *f"cluster={cluster}".split()])) == []
+
+
+def test_the_tasks_that_a_run_generates() -> None:
+    made = "{name: a, generator: arithmetic, size: 1}, {name: g, generator: reasoning_gym:gcd, size: 1}"
+    own = f"data.train=[{made}, {{name: f, path: F}}]"
+    assert generated_tasks(settings.load([own])) == {"math", "puzzles"}
+    assert generated_tasks(settings.load([own, "data.tasks=[math,code]"])) == {"math"}
+    assert missing_tasks(settings.load([own, "data.tasks=[math,code]"])) == []  # the file may have it
 
 
 def test_the_task_of_a_generator_is_that_of_its_records() -> None:

@@ -118,6 +118,40 @@ def test_a_plugin_sees_no_null_field_of_a_truth(task: str, truth: dict[str, Any]
         make_plugin(discover().plugin_of_task(task)).validate_truth(record["truth"])
 
 
+LONG = "x" * 90
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"truth": {"answer": 2}}, "'truth.answer' is 2; it must be a string, or a list of strings, not empty"),
+        (
+            {"truth": LONG},
+            f"'truth' is \"{LONG[:76]}...; it must be an object: the truth that responses are judged by. For an answer"
+            f' write {{"answer": "{LONG[:80]}"}}',
+        ),
+        (
+            {"truth": [LONG[:76]]},
+            f"'truth' is [\"{LONG[:76]}\"]; it must be an object: the truth that responses are judged by",
+        ),
+        ({"meta": LONG[:78]}, f"'meta' is \"{LONG[:78]}\"; it must be an object"),
+        (
+            {"task": "code", "truth": {"tests": [{"args": [], "expected": 1}]}},
+            "'truth.tests[0].input' is missing; it must be a string, or a list of lines; also missing: 'output'",
+        ),
+        (
+            {"task": "instructions", "truth": {"instruction_id_list": ["a"], "kwargs": [{"x": LONG}, None]}},
+            f'\'truth.kwargs\' is [{{"x": "{LONG[:72]}; it must be a list of 1 objects or nulls: one per instruction in'
+            " truth.instruction_id_list",
+        ),
+    ],
+)
+def test_a_fault_is_a_sentence(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(DataError) as caught:
+        validate_record({**GOOD, **change}, "f:1")
+    assert str(caught.value) == f"f:1: field {says}"
+
+
 def test_every_task_is_covered_by_the_cases() -> None:
     assert set(TRUTHS) == {task for task, _ in GOOD_TRUTHS} - {"a_task_of_another_plugin"}
     assert set(TRUTHS) == {task for task, _, _ in BAD_TRUTHS}

@@ -236,17 +236,16 @@ class _Block:
         return torch.compile(self._body, dynamic=True)
 
     def __call__(self, product_CW: Tensor, *arguments: Any) -> Any:
-        if self._broken or 1 in product_CW.shape or not _is_compiled(product_CW):  # torch compiles extents of 1 anew
-            return self._body(product_CW, *arguments, reuse=True)
-        try:
-            return self._compiled(product_CW, *arguments, reuse=False)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            self._broken = True
-            cause = getattr(error, "inner_exception", error)  # of torch's wrapper
-            what = f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}"
-            _log.warning("%s of log-probabilities is not compiled, which is slower: %s", self._name, what)
+        if _is_compiled(product_CW) and not self._broken and 1 not in product_CW.shape:  # torch compiles those anew
+            try:
+                return self._compiled(product_CW, *arguments, reuse=False)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                self._broken = True
+                cause = getattr(error, "inner_exception", error)  # of torch's wrapper
+                what = f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}"
+                _log.warning("%s of log-probabilities is not compiled, which is slower: %s", self._name, what)
         return self._body(product_CW, *arguments, reuse=True)
 
 
@@ -319,9 +318,6 @@ class _ChunkedLogprobs(torch.autograd.Function):
         """
         hidden_NH, weight_VH, target_N, log_sum_N, entropy_N = ctx.saved_tensors
         temperature, words, vocab_start, chunk, block, float32_head = ctx.settings
-        nothing = (None,) * 9
-        if grad_logp_N is None and grad_entropy_N is None:
-            return (None, None, *nothing)
         dtype = log_sum_N.dtype
         grad_logp_N = torch.zeros_like(log_sum_N) if grad_logp_N is None else grad_logp_N.to(dtype)
         slope_N = None if grad_entropy_N is None else grad_entropy_N.to(dtype)
@@ -350,7 +346,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                     del grad_CW
                 if grad_weight_VH is not None and grad_weight_WH is not None and grad_weight_VH.dtype != dtype:
                     grad_weight_VH[part] = grad_weight_WH.to(grad_weight_VH.dtype)
-        return (None if grad_hidden_NH is None else grad_hidden_NH.to(hidden_NH.dtype), grad_weight_VH, *nothing)
+        return (None if grad_hidden_NH is None else grad_hidden_NH.to(hidden_NH.dtype), grad_weight_VH, *(None,) * 9)
 
 
 def _sum_for(grad_weight_VH: Tensor | None, part: slice, dtype: torch.dtype) -> Tensor | None:

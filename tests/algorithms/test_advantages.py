@@ -87,6 +87,12 @@ def test_leave_one_out_and_batch_wide_by_hand() -> None:
 
 
 @pytest.mark.parametrize("kind", ADVANTAGE_KINDS)
+def test_two_responses(kind: str) -> None:
+    found = group_advantages(torch.tensor([[1.0, 0.0]], dtype=torch.float64), torch.ones(1, 2, dtype=torch.bool), kind)
+    assert found.tolist()[0] == pytest.approx(reference([[1.0, 0.0]], [[True, True]], kind)[0])
+
+
+@pytest.mark.parametrize("kind", ADVANTAGE_KINDS)
 @pytest.mark.parametrize("value", [0.0, 1.0, 0.1, 1e6 / 3])
 def test_equal_rewards_give_exact_zeros(kind: str, value: float) -> None:
     """Also in float64, where the mean of three times 0.1 is not 0.1."""

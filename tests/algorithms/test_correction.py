@@ -43,6 +43,14 @@ def test_weights_by_hand(kind: str, expected: list[list[float]], capped: int, ma
     assert gap["fraction_masked"].item() == pytest.approx(masked / 10)
 
 
+def test_a_response_of_one_token() -> None:
+    old, engine = logs([[3.0, 1.0]])
+    weight, gap = rollout_correction(old, engine, torch.tensor([[True, False]]), CorrectionConfig("sequence_mask"))
+    assert weight.tolist() == [[0.0, 0.0]]
+    assert gap["fraction_masked"].item() == 1.0
+    assert rollout_correction(old, engine, torch.tensor([[True, False]]), CorrectionConfig())[1]["fraction_capped"] == 1
+
+
 @pytest.mark.parametrize("kind", CORRECTION_KINDS)
 def test_gap_is_measured_whatever_the_correction(kind: str) -> None:
     old, engine = logs(RATIOS)
@@ -72,9 +80,10 @@ def test_k3_is_the_divergence_from_engine_to_trainer() -> None:
 @pytest.mark.parametrize("kind", CORRECTION_KINDS)
 def test_equal_policies_are_left_alone(kind: str) -> None:
     old, _ = logs(RATIOS)
-    weight, gap = rollout_correction(old, old.clone(), MASK, CorrectionConfig(kind))
+    weight, gap = rollout_correction(old, old.clone(), MASK, CorrectionConfig(kind, cap=1.0, floor=1.0))
     assert torch.equal(weight, MASK.float())
-    assert [gap[name].item() for name in ("mean_abs", "max_abs", "mean_k3", "fraction_masked")] == [0.0] * 4
+    assert gap.pop("tokens") == 10
+    assert [value.item() for value in gap.values()] == [0.0] * 5
 
 
 @pytest.mark.parametrize("kind", CORRECTION_KINDS)

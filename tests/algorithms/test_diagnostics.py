@@ -71,6 +71,9 @@ def test_reference_gap_by_hand_and_right_after_a_reset() -> None:
     assert gap["mean_abs"].item() == pytest.approx(0.5)
     assert gap["max_abs"].item() == 1.0
     assert gap["mean_k3"].item() == pytest.approx((math.exp(-0.5) + 0.5 - 1 + math.exp(1.0) - 1.0 - 1) / 3)
+    one = reference_gap(old[:, :1], ref[:, :1], mask[:, :1] & mask[:, 1:2])
+    assert [one[name].item() for name in ("tokens", "mean_abs", "max_abs")] == [1.0, 0.5, 0.5]
+    assert one["mean_k3"].item() == pytest.approx(math.exp(-0.5) + 0.5 - 1)
     after = reference_gap(old, old.clone(), mask)
     assert [after[name].item() for name in ("mean_abs", "max_abs", "mean_k3")] == [0.0, 0.0, 0.0]
 
@@ -106,6 +109,14 @@ class TestGapProfile:
         found = gap_numbers(whole)
         assert 3.0 <= found["p999"] <= 3.3
         assert gap_numbers(parts[1])["p999"] <= 0.011
+
+    def test_differences_that_are_too_large_for_the_bins(self) -> None:
+        mask = torch.ones(1, 3, dtype=torch.bool)
+        found = gap_numbers(gap_profile(torch.zeros(1, 3), torch.tensor([[0.0101, 51.0, 200.0]]), mask))
+        assert found["p999"] == pytest.approx(100.0)
+        assert found["mean_ratio"] == pytest.approx(2 * math.exp(50.0) / 3)
+        small = gap_numbers(gap_profile(torch.zeros(1, 1), torch.tensor([[0.0101]]), mask[:, :1]))
+        assert small["p999"] == pytest.approx(10 ** (-2 + 1 / 24))
 
     def test_few_large_differences_raise_the_ratio_and_not_the_mean(self) -> None:
         """A fault that the mean of absolute differences does not show at the limit for 16 bits, 0.05."""

@@ -51,6 +51,10 @@ def test_keep_rate_by_hand() -> None:
     assert rates["math"] == (1.0 + 0.5) / (1.0 + 1.75)
     assert rates["code"] == 1.0
     assert list(rates.state_dict()) == ["math"]
+    usual = KeepRates()
+    usual.update("math", False)
+    usual.update("math", False)
+    assert usual["math"] == 1.0 / (1.0 + 1.98)
 
 
 def test_keep_rate_converges_forgets_and_never_reaches_zero() -> None:

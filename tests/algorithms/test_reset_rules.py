@@ -206,6 +206,12 @@ class TestPlateau:
                 false, found = false + (gain > 0 and bool(plateaus)), found + (gain == 0 and bool(plateaus))
         assert (false, found) == (0, 20)
 
+    @pytest.mark.parametrize("asks", [True, False])
+    def test_the_finding_says_what_it_saw(self, asks: bool) -> None:
+        what = "the mean of 1 validation score changed by +0 in 100 steps, at most +0 (< 0.02), by the last 100 steps"
+        expected = Finding("plateau", 110, "blend", 0.0, 0.02, asks, what)
+        assert replay(scores([0.5] * 11), replace(self.RULES, asks=["plateau"] * asks)) == [expected]
+
     def test_no_gain_is_not_less_than_none(self) -> None:
         assert told(scores([0.5] * 12), replace(self.RULES, plateau_gain=0.0)) == []
 
@@ -280,17 +286,28 @@ class TestAdvice:
         return [{"step": 10 * b + i + 1, key: value} for b, value in enumerate(blocks) for i in range(10)]
 
     @pytest.mark.parametrize(
-        ("rule", "key", "quiet", "loud"),
+        ("rule", "key", "quiet", "loud", "seen", "limit", "what"),
         [
-            ("truncation", "rollout/truncated", [0.2, 0.05, 0.149], [0.2, 0.05, 0.151]),
-            ("length", "rollout/response_tokens", [120.0, 100.0, 149.0], [120.0, 100.0, 151.0]),
-            ("entropy", "entropy", [1.0, 0.5, 0.301], [1.0, 0.5, 0.299]),
+            (
+                *("truncation", "rollout/truncated", [0.25, 0.125, 0.25], [0.25, 0.125, 0.375], 0.25, 0.125),
+                "37.5% of the responses are cut off; it was 12.5% (> 12.5% more)",
+            ),
+            (
+                *("length", "rollout/response_tokens", [120.0, 100.0, 150.0], [120.0, 100.0, 160.0], 1.6, 1.5),
+                "responses have 160 tokens, 1.6 times their shortest (> 1.5)",
+            ),
+            (
+                *("entropy", "entropy", [1.0, 0.5, 0.25], [1.0, 0.5, 0.125], 0.125, 0.25),
+                "entropy is 0.125, 0.125 of its highest (< 0.25)",
+            ),
         ],
     )
-    def test_at_the_threshold_and_beside_it(self, rule: str, key: str, quiet: list[float], loud: list[float]) -> None:
-        assert told(self.lines(key, quiet), RULES) == []
-        [found] = replay(self.lines(key, loud), RULES)
-        assert (found.rule, found.step, found.subject, found.asks) == (rule, 30, key, False)
+    def test_at_the_threshold_and_beside_it(
+        self, rule: str, key: str, quiet: list[float], loud: list[float], seen: float, limit: float, what: str
+    ) -> None:
+        rules = replace(RULES, truncation_rise=0.125, length_factor=1.5, entropy_share=0.25)
+        assert told(self.lines(key, quiet), rules) == []
+        assert replay(self.lines(key, loud), rules) == [Finding(rule, 30, key, seen, limit, False, what)]
 
     def test_advice_outlives_a_reset_and_is_repeated_after_the_cooldown_only(self) -> None:
         lines = self.lines("entropy", [1.0] + [0.1] * 12)
@@ -342,7 +359,7 @@ def test_a_kl_that_is_high_from_the_start_is_told() -> None:
     assert told(lines, RULES) == [("kl_high", 10, "kl")]
     [found] = replay(lines, RULES)
     assert (found.seen, found.asks) == (pytest.approx(33.75), False)
-    assert told([{"step": s, "kl": 4.9} for s in range(1, 31)], RULES) == []
+    assert told([{"step": s, "kl": RULES.kl_high} for s in range(1, 31)], RULES) == []
 
 
 def test_rules_that_are_not_to_ask_advise() -> None:

@@ -33,6 +33,11 @@ SMALL = [
     "tests/lifecycle/test_wiring.py",
     "tests/lifecycle/test_loop.py",
 ]
+RECORDS = [
+    *(f"tests/data/test_{name}.py" for name in ("blend", "hf_config", "hub", "laptop_model", "lengths", "parquet")),
+    *(f"tests/data/test_{name}.py" for name in ("prepare_hub", "prepared", "prompt_forms", "records", "retirement")),
+    "tests/rewards/test_open_thought.py",
+]
 # Folder: its files, and the tests that belong to it.
 FOLDERS: dict[str, tuple[str, list[str]]] = {
     "trainer": ("nemo_prorl/trainer.py", [*SMALL, "tests/rollout/test_report.py"]),
@@ -41,7 +46,7 @@ FOLDERS: dict[str, tuple[str, list[str]]] = {
     "algorithms": ("nemo_prorl/algorithms/*.py", ["tests/algorithms", *SMALL]),
     "policy": ("nemo_prorl/policy/*.py", ["tests/policy"]),
     "rewards": ("nemo_prorl/rewards/**/*.py", ["tests/rewards"]),
-    "data": ("nemo_prorl/data/*.py", ["tests/data"]),
+    "data": ("nemo_prorl/data/*.py", RECORDS),
     "scaling": ("nemo_prorl/report/scaling.py", ["tests/report/test_scaling.py", "tests/report/test_forecast.py"]),
 }
 MARKS = {"policy": "not slow and not vllm"}  # the others: not nemo, too

@@ -92,9 +92,9 @@ class History:
             self.told[f"{finding.rule} {finding.subject}"] = finding.step
 
     def reset(self, step: int) -> None:
-        """Record a hard reset after the updates and the validation of `step`."""
+        """Record a hard reset after the updates and the validation of `step`, the last step so far."""
         self.last_reset = step
-        self.series = {key: [p for p in points if p[0] > step] for key, points in self.series.items()}
+        self.series.clear()
 
     def _to_block(self, key: str, value: float) -> None:
         values = self.open_block.setdefault(key, [])

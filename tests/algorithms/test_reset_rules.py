@@ -168,9 +168,10 @@ class TestPlateau:
     def test_noise_that_hides_the_gain_says_nothing_until_the_window_is_long(self) -> None:
         draw = random.Random(1)
         lines = scores([0.5 + draw.gauss(0.0, 0.02) for _ in range(80)])
-        [(_, step, _), *_] = told(lines, replace(self.RULES, plateau_sigma=4.5))
-        assert 200 < step <= 800
-        short = [line for line in lines if line["step"] <= step - 10]
+        first, *_ = replay(lines, replace(self.RULES, plateau_sigma=4.5))
+        assert 400 < first.step <= 800
+        assert first.what.endswith("by the last 400 steps")  # neither 100 nor 200 are enough
+        short = [line for line in lines if line["step"] <= first.step - 10]
         assert told(short, replace(self.RULES, plateau_sigma=4.5)) == []
 
     def test_the_scores_own_standard_errors_do_not_count(self) -> None:

@@ -375,7 +375,7 @@ def _line(steps: Sequence[int], values: Sequence[float]) -> tuple[float, float, 
     residuals = [b - level - slope * (a - centre) for a, b in zip(x, y, strict=True)]
     squares = sum(e * e for e in residuals)
     if squares == 0.0:
-        return slope, 0.0, n - 2.0
+        return slope, 0.0, math.inf
     r = min(max(sum(a * b for a, b in pairwise(residuals)) / squares + 4.0 / n, 0.0), 0.95)
     inflation = (1.0 + r) / (1.0 - r)
     return slope, math.sqrt(squares / (n - 2) * inflation / spread), max(2.0, (n - 2) / inflation)

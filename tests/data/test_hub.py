@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from nemo_prorl.data.hub import _has_weights
 from tests import paper_model
 from tests.data.hub_server import COMMIT, environment, serving
 
@@ -64,6 +65,12 @@ def test_a_cached_model_needs_no_network(tmp_path: Path, hub: str) -> None:
         file.unlink()
     told = run(tmp_path, nowhere, "-c", FOLDER, f"{REPO}@{COMMIT}", "weights")
     assert "cannot be fetched" in told.stderr
+
+
+def test_a_model_without_an_index_has_one_file_of_weights(tmp_path: Path) -> None:
+    assert not _has_weights(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    assert _has_weights(tmp_path)
 
 
 def test_a_plan_by_name(tmp_path: Path, hub: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from nemo_prorl import settings
 from nemo_prorl.config import DataConfig, DataSource
@@ -24,8 +25,12 @@ Counted = list[list[str]]  # ids of the prompts that each call of the tokenizer 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
+    """A folder of a tokenizer that begins a text with a token, as Llama's does, if it is asked for special tokens."""
     folder = tmp_path / "model"
-    build_tokenizer(["one two three " * 9, "User: Hi. Assistant: one"]).save_pretrained(folder)
+    tokenizer = build_tokenizer(["one two three " * 9, "User: Hi. Assistant: one"])
+    begin = (tokenizer.eos_token, tokenizer.eos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{begin[0]} $A", special_tokens=[begin])
+    tokenizer.save_pretrained(folder)
     return folder
 
 
@@ -69,6 +74,7 @@ def test_a_batch_has_the_lengths_that_the_run_gets(model: Path, form: str) -> No
     data = DataConfig(prompt=form, system="Be brief.")
     renderer = PromptRenderer(model, 4096, data)
     every = [record(str(k), text or "x") for k, text in enumerate(TEXTS)] * 400  # more than one batch
+    assert renderer.encode("one two") == renderer.encode("one") + renderer.encode(" two")  # no special token
     assert renderer.lengths(every) == [len(renderer.prompt_ids(one)) for one in every]
     assert os.environ["TOKENIZERS_PARALLELISM"] == "false"  # ranks fork
 

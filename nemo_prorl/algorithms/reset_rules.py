@@ -281,7 +281,7 @@ def _kl_spike(history: History, rules: ResetRulesConfig) -> list[Finding]:
         return []
     high, usual = median(last), median(value for _, value in before)
     bound = _bound([(step, math.log(value)) for step, value in before], {}, rules.kl_sigma)
-    if bound is None or high < max(rules.kl_min, rules.kl_factor * usual):
+    if bound is None or high < rules.kl_min:
         return []
     spread = bound * math.sqrt(math.pi / 2 * (1 / 3 + 1 / len(before)))
     threshold = max(rules.kl_factor, math.exp(min(spread, 700.0)))

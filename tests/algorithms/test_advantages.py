@@ -147,6 +147,11 @@ def test_order_of_groups_and_samples_does_not_matter(kind: str, seed: int) -> No
     torch.testing.assert_close(shuffled, advantage_GN[groups][:, samples], rtol=1e-12, atol=1e-14)
 
 
+def test_a_kind_that_no_formula_has_is_refused() -> None:
+    with pytest.raises(ValueError, match="advantage 'gae': expected group_norm, leave_one_out or"):
+        group_advantages(torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool), "gae")
+
+
 @pytest.mark.parametrize("kind", ["group_norm", "leave_one_out"])
 def test_these_kinds_need_only_their_own_group(kind: str) -> None:
     reward_GN, valid_GN = batch(8)

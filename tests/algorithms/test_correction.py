@@ -122,6 +122,11 @@ def test_nothing_counts(kind: str) -> None:
         assert all(value.item() == 0.0 for value in gap.values())
 
 
+def test_a_kind_that_no_formula_has_is_refused() -> None:
+    with pytest.raises(ValueError, match="correction 'mis': expected none, tis, icepop or sequence_mask"):
+        rollout_correction(*logs(RATIOS), MASK, CorrectionConfig("mis"))
+
+
 def test_weight_has_no_gradient_and_huge_gaps_are_capped() -> None:
     old = torch.tensor([[-1.0, -300.0]], requires_grad=True)
     engine = torch.tensor([[-300.0, -1.0]])

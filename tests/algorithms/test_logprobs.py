@@ -248,6 +248,23 @@ def test_autocast_does_not_lower_the_precision() -> None:
     assert torch.equal(plain, inside)
 
 
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_a_block_changes_its_logits_only_if_it_may(with_entropy: bool) -> None:
+    product, _, target, ones, _ = case(9, tokens=4, rows=1, hidden=7, vocab=7)
+    entropy = ones if with_entropy else None
+    nothing = logprobs._nothing_seen(target, torch.float64, with_entropy)
+    found: dict[bool, list[Tensor | None]] = {}
+    for reuse in (False, True):
+        given, other = product.clone(), product.clone()
+        found[reuse] = [
+            *logprobs._seen(given, 1.2, target, nothing, reuse),
+            logprobs._logit_gradient(other, 1.2, target, ones, ones, entropy, entropy, reuse),
+        ]
+        assert torch.equal(given, product) == torch.equal(other, product) == (not reuse)
+    for one, two in zip(found[False], found[True], strict=True):
+        assert one is two is None or torch.equal(one, two)
+
+
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]]:
     """Says whether blocks are compiled, here on a CPU; needs a C++ compiler."""
@@ -317,6 +334,36 @@ def test_without_a_compiler_blocks_are_eager_and_a_line_says_so(
     said = [record.message for record in caplog.records if record.name == logprobs.__name__]
     assert len(said) == 2  # one for each of the two functions
     assert said[0].endswith("is not compiled, which is slower: RuntimeError: no working compiler was found")
+
+
+def test_what_is_compiled_and_what_a_failure_means(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[bool] = []
+    errors: list[Exception] = [torch.OutOfMemoryError("full"), RuntimeError()]
+
+    def body(product: Tensor, reuse: bool) -> Tensor:
+        calls.append(reuse)
+        return product
+
+    def compiled_body(product: Tensor, reuse: bool) -> Tensor:
+        assert not reuse
+        raise errors.pop(0)
+
+    block = logprobs._Block("a pass", body)
+    monkeypatch.setattr(block, "_compiled", compiled_body)
+    with caplog.at_level("WARNING"):
+        block(torch.zeros(2, 5))  # on a CPU
+        monkeypatch.setattr(logprobs, "_is_compiled", lambda tensor: True)
+        for shape in ((1, 5), (5, 1)):
+            block(torch.zeros(shape))
+        with pytest.raises(torch.OutOfMemoryError):
+            block(torch.zeros(2, 5))
+        assert (calls, caplog.messages) == ([True] * 3, [])
+        for _ in range(2):
+            block(torch.zeros(2, 5))
+    assert (calls, errors) == ([True] * 5, [])
+    assert caplog.messages == ["a pass of log-probabilities is not compiled, which is slower: RuntimeError: "]
 
 
 class LiveBytes(TorchDispatchMode):

@@ -367,6 +367,14 @@ def test_low_precision_is_computed_in_float32() -> None:
     assert loss.item() == pytest.approx(reference_loss(b, config, 10.0), rel=1e-5)
 
 
+def test_a_name_that_no_formula_has_is_refused() -> None:
+    zero = torch.zeros(1)
+    with pytest.raises(ValueError, match="KL estimator 'k4': expected k1, k2 or k3"):
+        kl_estimate(zero, zero, "k4")
+    with pytest.raises(ValueError, match="aggregation 'mean': expected token, sequence or constant"):
+        denominator_terms(zero.bool()[None], "mean")
+
+
 def test_denominators_by_hand() -> None:
     mask = torch.tensor([[True, True, False], [False, False, False], [True, False, False]])
     assert denominator_terms(mask, "token").item() == 3.0

@@ -316,7 +316,7 @@ def _advice(history: History, rules: ResetRulesConfig) -> list[Finding]:
         elif key == "rollout/response_tokens" and now > rules.length_factor * low > 0.0:
             what = f"responses have {now:.4g} tokens, {now / low:.3g} times their shortest (> {rules.length_factor:g})"
             tell("length", key, now / low, rules.length_factor, what)
-        elif key == "entropy" and high > 0.0 and now < rules.entropy_share * high:
+        elif key == "entropy" and now < rules.entropy_share * high:
             what = f"entropy is {now:.3g}, {now / high:.3g} of its highest (< {rules.entropy_share:g})"
             tell("entropy", key, now / high, rules.entropy_share, what)
     return sorted(found, key=lambda finding: ADVISING.index(finding.rule))

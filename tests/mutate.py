@@ -38,11 +38,12 @@ RECORDS = [
     *(f"tests/data/test_{name}.py" for name in ("prepare_hub", "prepared", "prompt_forms", "records", "retirement")),
     "tests/rewards/test_open_thought.py",
 ]
+TIMES = ["tests/test_tracing.py", "tests/test_usage.py"]
 # Folder: its files, and the tests that belong to it.
 FOLDERS: dict[str, tuple[str, list[str]]] = {
     "trainer": ("nemo_prorl/trainer.py", [*SMALL, "tests/rollout/test_report.py"]),
-    "lifecycle": ("nemo_prorl/lifecycle/*.py", ["tests/lifecycle", "tests/planning/test_replay.py"]),
-    "rollout": ("nemo_prorl/rollout/*.py", ["tests/rollout", *SMALL]),
+    "lifecycle": ("nemo_prorl/lifecycle/*.py", ["tests/lifecycle", "tests/planning/test_replay.py", *TIMES]),
+    "rollout": ("nemo_prorl/rollout/*.py", ["tests/rollout", *SMALL, *TIMES, "tests/lifecycle/test_stopping.py"]),
     "algorithms": ("nemo_prorl/algorithms/*.py", ["tests/algorithms", *SMALL]),
     "policy": ("nemo_prorl/policy/*.py", ["tests/policy"]),
     "rewards": ("nemo_prorl/rewards/**/*.py", ["tests/rewards"]),

@@ -1,16 +1,18 @@
 """The timeline of a step: spans, clocks and tracks; and what a step's bottleneck is called."""
 
 import json
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from nemo_prorl.lifecycle.bottleneck import bottleneck
 from nemo_prorl.lifecycle.step_traces import StepTraces
 from nemo_prorl.rollout.engine_load import EngineLoad
-from nemo_prorl.tracing import Recorder, answer, lanes, timeline
+from nemo_prorl.tracing import RECORDER, Recorder, answer, lanes, timeline
 from tests.test_formats import against  # the schemas' own checker
 
 
@@ -76,6 +78,59 @@ def test_what_is_missing_is_named_and_not_waited_for(tmp_path: Path, monkeypatch
     assert not against("trace", told)
     assert set(told["otherData"]["missing"]) == {"engine-0", "trainer-1"}
     assert "step 2" in spans_of(told)
+
+
+class Service(BaseHTTPRequestHandler):
+    """A service whose wall clock is 100 s ahead: it records a span, and refuses whoever does not know the token."""
+
+    asked: ClassVar[list[bool]] = []
+
+    def do_POST(self) -> None:
+        record = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["record"]
+        good = (self.path, self.headers["Authorization"]) == ("/trace", "Bearer " + "t" * 16)
+        self.asked.append(record)
+        clock = {"clock": time.monotonic(), "wall": time.time() + 100.0, "boot": "far", "host": "far"}
+        told = part("engine-0", ("generate", clock["clock"] - 5.0, clock["clock"]), **clock)
+        self.send_response(200 if good else 403)
+        self.end_headers()
+        self.wfile.write(json.dumps({"process": "engine-0"} if record else told).encode())
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+def test_a_step_s_trace_has_the_spans_of_services_and_of_all_ranks(tmp_path: Path) -> None:
+    """Also of a step that fails: its rank 0 waits for the trace."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    (tmp_path / "endpoints").mkdir()
+    (tmp_path / "endpoints" / "token").write_text("t" * 16 + "\n")
+    url = f"http://127.0.0.1:{server.server_port}"
+    (tmp_path / "endpoints" / "engine-0.json").write_text(json.dumps({"url": url, "kind": "engine"}))
+    (tmp_path / "endpoints" / "rewards-0.json").write_text(json.dumps({"url": url, "kind": "rewards"}))
+    services = {"engine": 1, "rewards": 1}
+    left = tmp_path / "traces" / "step-2.parts"
+    left.mkdir(parents=True)
+    (left / "trainer-1.json").write_text("left by a killed start")
+    first, second = (StepTraces(tmp_path, [2], rank, 2, services) for rank in (0, 1))
+    with pytest.raises(KeyError), first.step(2):
+        with second.step(2), RECORDER.span("updates", "phase"):
+            time.sleep(0.01)
+        mine = json.loads((left / "trainer-1.json").read_text())
+        (left / "trainer-1.json").write_text(json.dumps({**mine, "pid": 1}))
+        RECORDER.start("trainer-0")  # both ranks are in this process, which has one recorder
+        with RECORDER.span("rollout", "phase"):
+            raise KeyError
+    server.shutdown()
+    server.server_close()
+    assert [path.name for path in (tmp_path / "traces").iterdir()] == ["step-2.json"]
+    told = json.loads((tmp_path / "traces" / "step-2.json").read_text())
+    assert not against("trace", told)
+    assert told["otherData"]["processes"] == ["engine-0", "trainer-0", "trainer-1"]
+    assert list(told["otherData"]["missing"]) == ["rewards-0"]
+    assert told["otherData"]["missing"]["rewards-0"].startswith("HTTP 403: ")
+    assert told["otherData"]["clock_offset_s"]["far"] == pytest.approx(100.0, abs=5.0)
+    assert {"updates", "rollout", "generate"} < spans_of(told).keys()
+    assert Service.asked == [True, True, False, False]
 
 
 def test_the_tail_of_a_rollout(monkeypatch: pytest.MonkeyPatch) -> None:

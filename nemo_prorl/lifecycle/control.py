@@ -201,7 +201,7 @@ class Requests:
                 found.append(Request.parse(_content(self.folder / name), name))
             except FileNotFoundError:
                 continue  # the sender deleted it
-            except (ValueError, OSError, RecursionError) as error:
+            except (ValueError, OSError) as error:
                 self._put_aside(step, name, error)
         return sorted(found, key=lambda request: (request.time, request.id))
 
@@ -472,4 +472,4 @@ def _wait(
                 f"waited {seconds:g} s for an answer to {request.what} in {run_dir / 'journal.jsonl'}; {stays}."
                 f" `prorl status {run_dir}` and {run_dir / 'logs' / 'all.log'} show the state of the run"
             )
-        time.sleep(min(0.2, deadline.remaining or 0.2))
+        time.sleep(min(0.2, deadline.remaining))

@@ -152,7 +152,10 @@ def test_each_update_has_the_learning_rate_of_its_step(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("parts", ["both", "reference", "optimizer"])
-def test_a_roll_back_starts_from_the_best_weights(parts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_roll_back_starts_from_the_best_weights(
+    parts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     run = SmallRun(config(tmp_path, ResetsConfig(at_steps=[6], roll_back=True, parts=parts), validate_every=1))
     trainer = trained(run, monkeypatch, {2: 0.9, 4: 0.5, 5: 0.7})
     before, new = saved(run, 2), run.policy.state()
@@ -164,6 +167,7 @@ def test_a_roll_back_starts_from_the_best_weights(parts: str, tmp_path: Path, mo
     assert (reset["step"], reset["rolled_back_to"]) == (6, 2)
     (commit,) = run.events("reset_commit")
     assert commit["rolled_back_to"] == 2
+    assert "hard reset after step 6 (at_steps), back to step 2" in caplog.messages
     assert same(saved(run, 6), new)
 
 

@@ -108,6 +108,7 @@ def test_a_process_that_fails_completes_the_checkpoint_that_is_being_written(
     run.cfg.rewards.max_infrastructure_failures = 1
 
     def breaks() -> None:
+        assert not (run.folder / "checkpoints").exists()  # that of step 2 is still being written
         run.verifier.broken = lambda request: True
 
     with pytest.raises(RewardFailure):
@@ -193,9 +194,10 @@ def test_requests_are_served_after_their_step(tmp_path: Path, monkeypatch: pytes
     run = SmallRun(config(tmp_path, max_steps=5, validate_every=99, checkpoint_every=99))
     place(tmp_path, "stop", "r-0")
     age(tmp_path / "control" / "r-0.json")  # of an earlier process: dropped
+    complete: list[list[int]] = []
     steps = {
         2: lambda: (place(tmp_path, "validate", "r-1"), place(tmp_path, "checkpoint", "r-2")),
-        3: lambda: place(tmp_path, "reset", "r-3"),
+        3: lambda: (complete.append(kept(run)), place(tmp_path, "reset", "r-3")),
         4: lambda: place(tmp_path, "stop", "r-4"),
     }
     with pytest.raises(StoppedCleanly, match="control r-4: stopped after step 4"):
@@ -203,7 +205,7 @@ def test_requests_are_served_after_their_step(tmp_path: Path, monkeypatch: pytes
     assert [(e["request"], e["status"], e["step"]) for e in answers(tmp_path)] == [
         *(("r-0", "dropped", 0), ("r-1", "done", 2), ("r-2", "done", 2), ("r-3", "done", 3), ("r-4", "done", 4))
     ]
-    assert kept(run) == [2, 3, 4]
+    assert (complete, kept(run)) == ([[2]], [2, 3, 4])
     assert [event["step"] for event in run.events("validation")] == [0, 2]
     validations = [version for sampling, _, version in run.engines.sampled if sampling.temperature == 0.6]
     assert validations == [0] * 8 + [2] * 8
@@ -462,6 +464,12 @@ def warmed_by_hand(examples: list[list[tuple[list[int], list[int]]]], lr: float)
     return policy
 
 
+def test_a_warm_up_tells_its_loss_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    warm_up(SmallPolicy(temperature=0.5), EXAMPLES, WarmupConfig(steps=51, batch_size=1, lr=0.05), lr=LR)
+    assert [record.message.split(":")[0] for record in caplog.records] == ["warm-up 50/51", "warm-up 51/51"]
+
+
 @pytest.mark.parametrize("ranks", [Ranks(), Ranks(1, 2)])
 def test_a_warm_up_takes_its_examples_in_turn_and_leaves_a_new_optimizer(ranks: Ranks) -> None:
     policy = SmallPolicy(temperature=0.5)
@@ -508,5 +516,8 @@ def test_a_warm_up_is_on_prompts_of_the_run_s_length(tmp_path: Path, monkeypatch
     )
     policy: Any = SimpleNamespace(renderer=renderer, folder=tmp_path)
     examples = rank.warmup_examples(cfg, LoadedData([(DataSource(name="train"), puzzles)], []), policy)
-    assert len(examples) == 4 * 5
-    assert {(*ids, *target) for ids, target in examples} == {(k, k, f"<answer>{k}</answer>") for k in (0, 2, 4, 6, 8)}
+    drawn = [ids[0] for ids, _ in examples]  # a resumed warm-up draws what it drew before
+    assert drawn == [0, 2, 6, 8, 4, 8, 2, 6, 0, 4, 4, 2, 8, 0, 6, 6, 2, 4, 0, 8]
+    assert all(
+        (*ids, *target) == (k, k, f"<answer>{k}</answer>") for k, (ids, target) in zip(drawn, examples, strict=True)
+    )

@@ -1,6 +1,7 @@
 """What a run says of a step without a group to train on."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,18 @@ def test_the_metrics_of_a_step_give_facts_and_a_cure(tally: TaskTally, facts: st
     assert facts in text
     assert cure in text
     assert text.endswith("The responses are in rollouts/step-7.jsonl")
+
+
+@pytest.mark.parametrize(("most", "stored"), [(-1, [1, 2, 3]), (2, [1, 2]), (1, [1]), (0, None)])
+def test_the_first_groups_of_a_step_are_stored(most: int, stored: list[int] | None, tmp_path: Path) -> None:
+    cfg = Config()
+    cfg.trainer.grpo.save_rollout_groups = most
+    kept, dropped = ([replace(group_of([1.0], [[k]]), draw_index=k) for k in draws] for draws in ((3, 1), (2,)))
+    Records(cfg, tmp_path, writes=True).rollouts(7, kept, dropped, lambda prompt, ids: str(ids[0]))
+    path = tmp_path / "rollouts" / "step-7.jsonl"
+    found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else None
+    assert stored == (None if found is None else [int(line["response"]) for line in found])
+    assert all(line["trained"] == (line["response"] != "2") for line in found or ())
 
 
 def test_the_responses_of_dropped_groups_are_stored(tmp_path: Path) -> None:

@@ -11,7 +11,15 @@ from nemo_prorl import settings
 from nemo_prorl.algorithms.reset_rules import policy_scores
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.launcher.chain import stage_names
-from nemo_prorl.lifecycle.stages import best_kept, origin, take_over_model
+from nemo_prorl.lifecycle.retention import FORMAT
+from nemo_prorl.lifecycle.stages import (
+    begun_from,
+    best_kept,
+    chosen_checkpoint,
+    end_in_words,
+    origin,
+    take_over_model,
+)
 
 Make = Callable[..., Path]
 
@@ -28,7 +36,7 @@ def make(tmp_path: Path) -> Make:
         for step in steps:
             checkpoint = folder / "checkpoints" / f"step-{step:06d}"
             checkpoint.mkdir()
-            state = {"step": step, "resets": {"done": []}, "validation": {"scores": validations}}
+            state = {"format": FORMAT, "step": step, "resets": {"done": []}, "validation": {"scores": validations}}
             (checkpoint / "state.json").write_text(json.dumps(state))
         (folder / "summary.json").write_text(json.dumps({"finished": finished, "step": max(steps, default=0)}))
         return folder
@@ -88,7 +96,8 @@ def test_with_roll_back_a_stage_begins_with_the_best_validation(make: Make, tmp_
     before = make("run1", v0=0.1, v2=0.5, v4=0.3)
     found = origin(config(tmp_path / "run2", "trainer.resets.roll_back=true"), tmp_path / "run2")
     assert found is not None
-    assert found.checkpoint == before / "checkpoints" / "step-000002"
+    assert (found.checkpoint.name, found.newest.name) == ("step-000002", "step-000004")
+    assert found.run_dir == before
 
 
 def test_the_best_is_that_since_the_last_reset_and_kept() -> None:
@@ -107,6 +116,51 @@ def test_after_a_roll_back_a_checkpoint_counts_as_what_it_went_back_to() -> None
     assert best_kept({"resets": {"done": done}, "validation": {"scores": scores}}, {20, 30, 40}) == 30
 
 
+def test_a_checkpoint_is_chosen_by_its_age_its_score_or_its_step(make: Make) -> None:
+    run = make("run1", v0=0.5, v2=0.5, v4=0.3)
+    names = [chosen_checkpoint(run, which).name for which in ("newest", "best", "0")]
+    assert names == ["step-000004", "step-000002", "step-000000"]  # of equal ones the newest
+    with pytest.raises(ConfigError, match="--checkpoint=3: expected newest, best, or one of the steps 0, 2, 4 of"):
+        chosen_checkpoint(run, "3")
+    with pytest.raises(ConfigError, match="none of the steps 0, 2, 4 of .* was validated"):
+        chosen_checkpoint(make("run2", v9=0.5), "best")
+    with pytest.raises(ConfigError, match="expected a run directory with a complete checkpoint; it has none"):
+        chosen_checkpoint(make("run3", steps=()), "newest")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (None, None),
+        ("/runs/prorl/run3/checkpoints/step-000180", "run3, step 180"),
+        ("run3/checkpoints/step-000180/", "run3, step 180"),
+        ("/models/imported/run3/final", "imported/run3/final"),
+    ],
+)
+def test_where_a_stage_began_in_words(given: str | None, words: str | None) -> None:
+    start = {"event": "start", "step": 0} if given is None else {"event": "start", "step": 0, "start_from": given}
+    others = [{"event": "reset_commit", "start_from": "no"}, {"event": "resume", "start_from": "later"}]
+    assert begun_from([others[0], start, *(others[1:] if given else [])]) == words
+
+
+def test_the_end_of_a_run_in_words() -> None:
+    def asked(name: str) -> dict[str, str]:
+        return {"event": "control", "request": name, "user": name, "host": "login-1"}
+
+    start, stop, alarm = {"event": "start"}, {"event": "stop", "reason": "control ann"}, {"event": "alarm"}
+    for events, words in (
+        ([], "not ended"),
+        ([start, alarm], "not ended"),
+        ([start, {"event": "finish"}], "done"),
+        ([start, {"event": "failure"}, alarm], "failed"),
+        ([start, asked("ann"), {"event": "stop", "reason": "SIGTERM"}], "stopped"),
+        ([start, asked("bob"), asked("ann"), asked("eve"), stop], "stopped by ann@login-1"),
+        ([start, asked("ann"), stop, {"event": "resume"}], "not ended"),
+        ([start, asked("ann"), {"event": "finish"}], "done"),
+    ):
+        assert end_in_words(events) == words
+
+
 def test_what_is_still_being_written_is_no_beginning(make: Make, tmp_path: Path) -> None:
     folder = make("other") / "checkpoints" / "step-000006.tmp"
     folder.mkdir()
@@ -119,9 +173,11 @@ def test_the_model_of_the_stage_before_outlives_it(tmp_path: Path) -> None:
     source = tmp_path / "run1" / "init"
     source.mkdir(parents=True)
     (source / "config.json").write_text("{}")
+    (source / "folder").mkdir()
     take_over_model(source, tmp_path / "run2" / "init")
     (source / "config.json").unlink()
     assert (tmp_path / "run2" / "init" / "config.json").read_text() == "{}"
+    assert [path.name for path in (tmp_path / "run2" / "init").iterdir()] == ["config.json"]
 
 
 def test_stages_by_range_list_and_name() -> None:

@@ -5,6 +5,7 @@ import logging
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -64,6 +65,21 @@ def test_a_job_near_its_end_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> No
     assert reason is not None
     assert "trainer.deadlines.job_s=1000.5" in reason
     assert "job_s=900" in (Stopping(DeadlinesConfig(job_s=900)).reason() or "")
+
+
+def test_a_step_begins_while_one_and_a_half_of_the_longest_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    clock = SimpleNamespace(time=lambda: now[0], monotonic=lambda: 7.0 + now[0])
+    monkeypatch.setattr("nemo_prorl.lifecycle.stopping.time", clock)
+    monkeypatch.setenv(JOB_START, "0.0")
+    stopping = Stopping(DeadlinesConfig(job_s=10_000, finish_step_s=1))
+    for now[0] in (0.0, 2000.0, 4000.0, 6000.0):
+        assert stopping.reason() is None
+    now[0] = 8000.0
+    told = "2000 s are left of the job (trainer.deadlines.job_s=10000), and a step took up to 2000 s"
+    assert stopping.reason() == told
+    now[0] = 9000.0
+    assert stopping.reason() == told
 
 
 def test_a_step_that_outlasts_its_job_is_asked_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:

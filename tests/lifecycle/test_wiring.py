@@ -500,12 +500,20 @@ def test_a_stopped_run_ends_as_one_that_was_not(
 # --- the loop --------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_run_writes_and_when(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_run_writes_and_when(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     run = SmallRun(config(tmp_path, max_steps=5, validate_every=2, checkpoint_every=3, keep_best=0))
     trainer = run.start(monkeypatch)
     trainer.train()
     trainer.finish()
     run.close()
+    first = run.events("validation")[0]
+    assert [record.message for record in caplog.records if record.name == "nemo_prorl.lifecycle.validation"] == [
+        "validating the policy on held-out prompts before the first step",
+        f"held-out mean reward before the first step: {first['all']['mean']:.3f}",
+    ]
     assert [event["step"] for event in run.events("validation")] == [0, 2, 4, 5]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-000003", "step-000005"]
     assert [line["step"] for line in run.lines()] == [1, 2, 3, 4, 5]

@@ -155,6 +155,19 @@ def test_the_tail_of_a_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told["lost_s"] == 0.0
 
 
+def test_a_single_response_has_no_tail(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("nemo_prorl.rollout.engine_load.time.monotonic", lambda: now[0])
+    load = EngineLoad(2)
+    load.begin()
+    for seconds, by in ((1.0, 1), (5.0, -1)):
+        now[0] = seconds
+        load.changed("engine-1", by)
+    now[0] = 6.0
+    wanted = {"responses": 1.0, "tail_s": 0.0, "tail_responses": 0.0, "idle_s": 1 + 4 / 2 + 1, "lost_s": 0.0}
+    assert load.end() == wanted
+
+
 def test_the_time_without_an_engine_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of four is gone for 5 s of this rollout, and told twice; another fails and is gone at its end."""
     now = [0.0]

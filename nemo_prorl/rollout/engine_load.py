@@ -80,7 +80,8 @@ class EngineLoad:
         full = max((k for k, (_, total, *_) in enumerate(self._seen) if total > few), default=-1) + 1
         tail_at = self._seen[full][0] if most > few and full < len(self._seen) else ended
         idle = lost = 0.0
-        for (at, total, busy, absent), (until, *_) in zip(self._seen, [*self._seen[1:], (over, 0, 0, 0)], strict=True):
+        ends = [*(at for at, *_ in self._seen[1:]), over]
+        for (at, total, busy, absent), until in zip(self._seen, ends, strict=True):
             used = total / most if at >= tail_at and most else busy / max(1, self._engines)
             idle += (until - at) * (1.0 - min(1.0, used))
             lost += (until - at) * absent / max(1, self._engines)

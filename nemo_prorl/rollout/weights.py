@@ -55,7 +55,7 @@ class WeightStore:
         self._claim()
 
     def _claim(self) -> None:
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700, exist_ok=True)
         status = self.folder.lstat()
         if self.folder.is_symlink() or status.st_uid != os.getuid():
             raise ConfigError(f"{self.folder}: expected a folder of this user that is not a link.  Fix: move it away")
@@ -63,7 +63,7 @@ class WeightStore:
         if not marker.exists() and any(self.folder.iterdir()):
             raise ConfigError(f"{self.folder}: contains files but no {MARKER}, so no run made it.  Fix: move it away")
         self.folder.chmod(0o700)
-        marker.touch(mode=0o600)
+        marker.touch()
 
     def path_of(self, version: int) -> Path:
         return self.folder / f"weights-{version:08d}.safetensors"

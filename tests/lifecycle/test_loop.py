@@ -242,6 +242,9 @@ def test_engines_sleep_while_a_step_trains_and_wake_with_its_weights(
     run = SmallRun(config(tmp_path, max_steps=3, validate_every=2))
     run.cfg.rollout.sleep, run.cfg.rollout.dtype = 2, "bfloat16"
     asleep: list[bool] = []
+    emptied: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(run.engines.asleep))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
     def prepare(trainer: Trainer) -> None:
         run.policy.on_update = lambda: asleep.append(run.engines.asleep)
@@ -249,6 +252,7 @@ def test_engines_sleep_while_a_step_trains_and_wake_with_its_weights(
     go(run, monkeypatch, prepare)
     assert asleep == [True] * 2 * 3
     assert run.engines.naps == [2] * 3
+    assert emptied == [False, True, True, True]  # PyTorch's memory, before engines take theirs
     assert run.engines.loads == [0, 1, 2, 3]
     deadlines = run.cfg.trainer.deadlines
     assert set(run.engines.waits) == {deadlines.publish_s + deadlines.startup_s}  # with a restart of an engine
@@ -256,6 +260,8 @@ def test_engines_sleep_while_a_step_trains_and_wake_with_its_weights(
 
 def test_engines_that_stay_awake_get_each_version_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = SmallRun(config(tmp_path, max_steps=3, validate_every=2))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: pytest.fail("nobody needs the memory"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     go(run, monkeypatch)
     assert (run.engines.loads, run.engines.naps) == ([0, 1, 2, 3], [])
     assert set(run.engines.waits) == {run.cfg.trainer.deadlines.publish_s}

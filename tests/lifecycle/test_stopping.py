@@ -1,6 +1,7 @@
 """When a run stops before its end: signals, and the end of its job."""
 
 import asyncio
+import inspect
 import logging
 import signal
 import threading
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from nemo_prorl.config import DeadlinesConfig
+from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import RolloutAbandoned
 from nemo_prorl.lifecycle.stopping import FORWARDED_AS, JOB_START, Stopping
 from nemo_prorl.rollout.background import BackgroundLoop
@@ -102,6 +104,31 @@ class Busy:
         finally:
             await asyncio.sleep(0.05)
             self.turns += 1
+
+
+def test_work_that_is_given_up_before_it_begins_never_does() -> None:
+    loop, busy, go_on = BackgroundLoop("test"), Busy(), threading.Event()
+    loop._loop.call_soon_threadsafe(go_on.wait)
+    work = busy.work()
+    future = loop.start(work)
+    loop.abandon()
+    go_on.set()
+    with pytest.raises(RolloutAbandoned):
+        loop.result(future)
+    assert (busy.turns, inspect.getcoroutinestate(work)) == (0, inspect.CORO_CLOSED)
+    loop.close(asyncio.sleep(0))
+
+
+def test_the_last_work_begins_when_what_is_cancelled_has_ended() -> None:
+    loop, busy, seen = BackgroundLoop("test"), Busy(), list[int]()
+
+    async def last() -> None:
+        seen.append(busy.turns)
+
+    loop.start(busy.work())
+    Deadline(10, "the work").wait_until(lambda: busy.turns > 0)
+    loop.close(last())
+    assert seen == [busy.turns]
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.01, 0.3, 0.99, 1.0, 1.01])

@@ -15,8 +15,6 @@ from nemo_prorl.config import Config
 from nemo_prorl.launcher.processes import free_port
 from nemo_prorl.lifecycle.watchdog import Watchdog, Whereabouts, culprits
 from nemo_prorl.metrics import Metrics
-from nemo_prorl.rollout.endpoints import EngineClient
-from nemo_prorl.rollout.engines import EnginePool, _Slot
 from nemo_prorl.trainer import Trainer, TrainerState
 
 Alarms = list[tuple[int, str]]
@@ -214,13 +212,3 @@ def test_a_step_that_fails_is_no_past(tmp_path: Path) -> None:
         raise ZeroDivisionError
     hang(dog, "updates")
     assert alarms == []
-
-
-def test_the_pool_names_the_slowest_engine_first(tmp_path: Path) -> None:
-    pool, now = EnginePool(tmp_path, "t" * 16, 3), time.monotonic()
-    client = EngineClient(None, "http://nowhere", "t")
-    for name, in_flight, ago in (("engine-0", 4, 5.0), ("engine-1", 2, 300.0), ("engine-2", 0, 900.0)):
-        pool._slots[name] = _Slot(name, 1, client, in_flight=in_flight, progress_at=now - ago)
-    assert pool.waiting() == (
-        "engine-1 has 2 open responses, no token for 300 s, engine-0 has 4 open responses, no token for 5 s"
-    )

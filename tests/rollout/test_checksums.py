@@ -242,6 +242,18 @@ def test_what_is_not_found_in_the_engine_is_named() -> None:
     assert compared({**publish, "other.weight": torch.ones(3, 3)}, publish, 1) == ([], ["other.weight"])
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_is_the_embedding_where_it_has_no_weight_of_its_own(tied: bool) -> None:
+    embedding, head = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(1))
+    model: Any = nn.Module()
+    model.model = nn.Module()
+    model.model.embed_tokens, model.model.other, model.lm_head = Shard(embedding), Shard(head), Shard(head)
+    published_shapes = {"model.embed_tokens.weight": (8, 4), **({} if tied else {"lm_head.weight": (8, 4)})}
+    found = held(model, published_shapes, VERSION, torch.float32, 0)
+    names = ["model.embed_tokens.weight", "model.embed_tokens.weight" if tied else "lm_head.weight"]
+    assert [names for names, _, _ in found] == [[name] for name in names]
+
+
 def test_an_engine_names_what_it_could_not_compare_and_refuses_what_differs(tmp_path: Path) -> None:
     from nemo_prorl.rollout.engine.weights import check_held
 

@@ -5,6 +5,7 @@ The same client talks to a real engine in test_engine.py.
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from aiohttp import web
 
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import DeadlineExceeded, EngineRefused
-from nemo_prorl.rollout.endpoints import Response, SamplingParams
-from nemo_prorl.rollout.engines import EnginePool
+from nemo_prorl.rollout.endpoints import EngineClient, Response, SamplingParams
+from nemo_prorl.rollout.engines import EnginePool, _Slot
 
 SAMPLING = SamplingParams(max_tokens=4)
 Fault = Callable[["Fake", dict[str, Any], web.StreamResponse], Awaitable[bool]]
@@ -131,6 +132,23 @@ async def nonsense(fake: Fake, body: dict[str, Any], reply: web.StreamResponse) 
     return False
 
 
+async def too_few_logprobs(fake: Fake, body: dict[str, Any], reply: web.StreamResponse) -> bool:
+    await fake.say(reply, 0, body["seeds"][0], logprobs=[-0.5])
+    return False
+
+
+async def one_seed_too_many(fake: Fake, body: dict[str, Any], reply: web.StreamResponse) -> bool:
+    await fake.say(reply, len(body["seeds"]), 9)
+    return False
+
+
+async def one_and_then_the_others(fake: Fake, body: dict[str, Any], reply: web.StreamResponse) -> bool:
+    await fake.say(reply, 0, body["seeds"][0])
+    fake.hold = asyncio.Event()
+    await fake.hold.wait()
+    return True
+
+
 async def other_version(fake: Fake, body: dict[str, Any], reply: web.StreamResponse) -> bool:
     fake.version -= 1
     return True
@@ -153,7 +171,10 @@ def tokens(responses: list[Response]) -> list[list[int]]:
     return [response.token_ids for response in responses]
 
 
-@pytest.mark.parametrize("fault", [cut_after_two, an_error_line, nonsense, 500, 503, 409, 404])
+@pytest.mark.parametrize(
+    "fault",
+    [cut_after_two, an_error_line, nonsense, too_few_logprobs, one_seed_too_many, 500, 503, 409, 404],
+)
 def test_only_the_missing_responses_are_asked_for_again(tmp_path: Path, fault: Fault | int) -> None:
     async def work(folder: Path) -> None:
         fake = await Fake(folder, 0, (fault,)).start()
@@ -232,7 +253,9 @@ def test_the_pool_keeps_what_each_engine_could_not_compare_at_its_last_load(tmp_
         assert pool.unread == {"engine-0": [], "engine-1": ["model.norm.weight"]}
         fakes[1].unread = []
         await pool.publish("file", 4, Deadline(30, "weights"))
+        await pool.publish("file", 4, Deadline(30, "weights"))  # of a run that went back: loaded again
         assert pool.unread == {"engine-0": [], "engine-1": []}
+        assert fakes[0].calls == [("weights", 3), ("weights", 4), ("weights", 4)]
         await pool.close()
         for fake in fakes:
             await fake.stop()
@@ -285,6 +308,40 @@ def test_a_restarted_engine_gets_the_current_weights_first(tmp_path: Path) -> No
         await pool.close()
         await second.stop()
         assert second.calls == [("weights", 3), ("generate", [1]), ("weights", 4)]
+
+    run(work, tmp_path)
+
+
+def test_an_engine_that_failed_is_back_with_its_first_answer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its load of weights is one; once it has given all responses, its failures are forgotten."""
+
+    async def work(folder: Path) -> None:
+        fake = await Fake(folder, 0, (500, one_and_then_the_others)).start()
+        pool, seen = EnginePool(folder, "t"), list[Response]()
+        request = asyncio.ensure_future(pool.generate([5], [1, 2], SAMPLING, Deadline(30, "a group"), seen.append))
+        while not seen:
+            await asyncio.sleep(0.01)
+        assert (pool.load._lost, pool._slots["engine-0"].failures) == (set(), 1)
+        assert fake.hold is not None
+        fake.hold.set()
+        assert tokens(await request) == [[1, 2], [2, 2]]
+        assert (pool._slots["engine-0"].failures, pool._slots["engine-0"].retry_at) == (0, 0.0)
+        fake.weight_faults = 1
+        await pool.publish("file", 3, Deadline(30, "weights"))
+        assert (pool._slots["engine-0"].failures, pool._slots["engine-0"].retry_at) == (0, 0.0)
+        assert [record.message.split(": ")[0] for record in caplog.records] == ["engine-0 failed (1 in a row)"] * 2
+
+        await pool.announce("other", 4)
+        pool.load.lost("engine-0")
+        fake.hold = asyncio.Event()
+        request = asyncio.ensure_future(pool.generate([5], [1], SAMPLING, Deadline(30, "a group"), version=4))
+        while not fake.in_flight:
+            await asyncio.sleep(0.01)
+        assert pool.load._lost == set()
+        fake.hold.set()
+        await request
+        await pool.close()
+        await fake.stop()
 
     run(work, tmp_path)
 
@@ -415,3 +472,15 @@ def test_room_is_given_back_whatever_ends_a_request(tmp_path: Path) -> None:
             await fake.stop()
 
     run(work, tmp_path)
+
+
+def test_the_pool_names_the_slowest_engine_first(tmp_path: Path) -> None:
+    pool, now = EnginePool(tmp_path, "t" * 16, 3), time.monotonic()
+    client = EngineClient(None, "http://nowhere", "t")
+    for name, in_flight, ago in (("engine-0", 4, 5.0), ("engine-1", 2, 300.0), ("engine-2", 0, 900.0)):
+        pool._slots[name] = _Slot(name, 1, client, in_flight=in_flight, progress_at=now - ago)
+    pool._slots["engine-3"] = _Slot("engine-3", 1, client, in_flight=1)
+    assert pool.waiting() == (
+        "engine-3 has 1 open responses, no token yet, engine-1 has 2 open responses, no token for 300 s,"
+        " engine-0 has 4 open responses, no token for 5 s"
+    )

@@ -76,10 +76,11 @@ def test_the_use_of_the_kv_cache_is_absent_if_no_engine_told_it() -> None:
 
 
 def test_nothing_judged_has_no_reward() -> None:
-    tally = TaskTally(decided=1, masked=2, finished=1, tokens=6)
+    tally = TaskTally(decided=1, masked=1, finished=1, tokens=6)
     values = reported(CollectedBatch(3, 2, 4, tasks={"math": tally}))
     assert (values["reward/math"], values["reward/all"]) == (None, None)
-    assert (values["keep_rate/all"], values["rollout/truncated"], values["rollout/staleness"]) == (0, 0.5, 0)
+    assert (values["keep_rate/all"], values["rollout/truncated"], values["rollout/staleness"]) == (0, 0, 0)
+    assert values["rollout/response_tokens"] == 6
     assert math.isfinite(values["time/rollout/tokens_per_s"])
 
 

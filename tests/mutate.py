@@ -38,11 +38,11 @@ RECORDS = [
     *(f"tests/data/test_{name}.py" for name in ("prepare_hub", "prepared", "prompt_forms", "records", "retirement")),
     "tests/rewards/test_open_thought.py",
 ]
-TIMES = ["tests/test_tracing.py", "tests/test_usage.py"]
+TIMES, SUMMARY = ["tests/test_tracing.py", "tests/test_usage.py"], "tests/test_formats.py::test_summary_fits"
 # Folder: its files, and the tests that belong to it.
 FOLDERS: dict[str, tuple[str, list[str]]] = {
     "trainer": ("nemo_prorl/trainer.py", [*SMALL, "tests/rollout/test_report.py"]),
-    "lifecycle": ("nemo_prorl/lifecycle/*.py", ["tests/lifecycle", "tests/planning/test_replay.py", *TIMES]),
+    "lifecycle": ("nemo_prorl/lifecycle/*.py", ["tests/lifecycle", "tests/planning/test_replay.py", *TIMES, SUMMARY]),
     "rollout": ("nemo_prorl/rollout/*.py", ["tests/rollout", *SMALL, *TIMES, "tests/lifecycle/test_stopping.py"]),
     "algorithms": ("nemo_prorl/algorithms/*.py", ["tests/algorithms", *SMALL]),
     "policy": ("nemo_prorl/policy/*.py", ["tests/policy"]),

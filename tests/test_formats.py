@@ -477,6 +477,8 @@ def test_summary_fits(tmp_path: Path) -> None:
     times = summary(**some)["time"]
     assert times["phase_s"] == {"checkpoint": 0.5, "rollout": 4.0}
     assert (times["tokens_per_s"], times["reward_hidden_share"]) == (20.0, 0.5)
+    ahead = {**line, "time/updates": 1.5, "time/ahead": 0.5, "rollout/generated_tokens": 40}
+    assert summary(**{**some, "lines": [ahead]})["time"]["tokens_per_s"] == 10.0  # engines generate in updates, too
     assert against("summary", {**summary(**some), "weights_sha256": "short"})
     assert against("summary", {**summary(**some), "heldout": {"before": 0.5}})
 

@@ -33,21 +33,25 @@ SMALL = [
     "tests/lifecycle/test_wiring.py",
     "tests/lifecycle/test_loop.py",
 ]
-RECORDS = [
+DATA = [
     *(f"tests/data/test_{name}.py" for name in ("blend", "hf_config", "hub", "laptop_model", "lengths", "parquet")),
     *(f"tests/data/test_{name}.py" for name in ("prepare_hub", "prepared", "prompt_forms", "records", "retirement")),
     "tests/rewards/test_open_thought.py",
 ]
-TIMES, SUMMARY = ["tests/test_tracing.py", "tests/test_usage.py"], "tests/test_formats.py::test_summary_fits"
+TIMES = ["tests/test_tracing.py", "tests/test_usage.py"]
+RECORDS = [
+    "tests/test_formats.py::test_summary_fits",
+    "tests/launcher/test_events.py::test_a_tail_reads_whole_lines_that_came_since",
+]
 # Folder: its files, and the tests that belong to it.
 FOLDERS: dict[str, tuple[str, list[str]]] = {
     "trainer": ("nemo_prorl/trainer.py", [*SMALL, "tests/rollout/test_report.py"]),
-    "lifecycle": ("nemo_prorl/lifecycle/*.py", ["tests/lifecycle", "tests/planning/test_replay.py", *TIMES, SUMMARY]),
+    "lifecycle": ("nemo_prorl/lifecycle/*.py", ["tests/lifecycle", "tests/planning/test_replay.py", *TIMES, *RECORDS]),
     "rollout": ("nemo_prorl/rollout/*.py", ["tests/rollout", *SMALL, *TIMES, "tests/lifecycle/test_stopping.py"]),
     "algorithms": ("nemo_prorl/algorithms/*.py", ["tests/algorithms", *SMALL]),
     "policy": ("nemo_prorl/policy/*.py", ["tests/policy"]),
     "rewards": ("nemo_prorl/rewards/**/*.py", ["tests/rewards"]),
-    "data": ("nemo_prorl/data/*.py", RECORDS),
+    "data": ("nemo_prorl/data/*.py", DATA),
     "scaling": ("nemo_prorl/report/scaling.py", ["tests/report/test_scaling.py", "tests/report/test_forecast.py"]),
 }
 MARKS = {"policy": "not slow and not vllm"}  # the others: not nemo, too

@@ -1,6 +1,7 @@
 """Early stop of a run: after a signal, near the end of its job, or on a user's request."""
 
 import logging
+import math
 import os
 import signal
 import threading
@@ -37,7 +38,7 @@ class Stopping:
         self._reason: str | None = None
         self._last_step_end: float | None = None  # on the monotonic clock
         self._longest_step_s = 0.0
-        self._end: float | None = None
+        self._end = math.inf  # of the job, in seconds since 1970
         if deadlines.job_s is not None:
             self._end = float(os.environ.get(JOB_START) or time.time()) + deadlines.job_s
             seconds = self._end - time.time() - _FINISH_RESERVED * deadlines.finish_step_s
@@ -79,13 +80,12 @@ class Stopping:
         now = time.monotonic()
         step_s, self._last_step_end = now - (self._last_step_end or now), now
         self._longest_step_s = max(self._longest_step_s, step_s)
-        end = self._end or float("inf")
-        if self._reason is None and end - time.time() < _STEPS_RESERVED * self._longest_step_s:
+        if self._reason is None and self._end - time.time() < _STEPS_RESERVED * self._longest_step_s:
             self._reason = f"{self._out_of_time()}, and a step took up to {self._longest_step_s:.0f} s"
         return self._reason
 
     def _out_of_time(self) -> str:
-        left = (self._end or 0.0) - time.time()
+        left = self._end - time.time()
         return f"{left:.0f} s are left of the job (trainer.deadlines.job_s={self._deadlines.job_s:g})"
 
 

@@ -1,0 +1,26 @@
+"""The scores of a validation by hand."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from nemo_prorl.errors import RewardFailure
+from nemo_prorl.lifecycle.summary import heldout_scores, standard_errors
+from tests.rollout.test_collector import group_of
+
+
+def test_a_score_is_the_mean_over_prompts_with_its_standard_error() -> None:
+    groups = [group_of(scores) for scores in ([1.0, 0.0], [1.0, 1.0], [0.0, 0.0, 0.0], [0.25, 0.25])]
+    scores = heldout_scores(["math", "math", "math", "code"], groups)
+    of_math = {"mean": 0.5, "se": pytest.approx(math.sqrt(0.25 / 3)), "prompts": 3}
+    of_all = {"mean": 0.4375, "se": pytest.approx(math.sqrt(0.546875 / 3 / 4)), "prompts": 4}
+    assert scores == {"all": of_all, "tasks": {"math": of_math, "code": {"mean": 0.25, "se": 0.0, "prompts": 1}}}
+    assert standard_errors(scores) == {"math": of_math["se"], "code": 0.0}
+    assert standard_errors(None) == {}
+
+
+def test_a_validation_judges_every_response_or_none_counts() -> None:
+    groups = [group_of([1.0]), replace(group_of([1.0, None]), prompt_id="held-3")]
+    with pytest.raises(RewardFailure, match="validation: prompt held-3 of math could not be judged"):
+        heldout_scores(["math", "math"], groups)

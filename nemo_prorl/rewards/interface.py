@@ -348,7 +348,7 @@ def read_verdict(obj: Any, request_id: str) -> Verdict:
     rules = {
         "id": (found["id"] == request_id, f"the request's id is {request_id!r}"),
         "score": (score is None or (number and 0 <= score <= 1), "it must be a number from 0 to 1, or null"),
-        "correct": (found["correct"] in (None, True, False), "it must be true, false or null"),
+        "correct": (found["correct"] is None or isinstance(found["correct"], bool), "it must be true, false or null"),
         "parts": (isinstance(found["parts"], dict), "it must be an object"),
         "detail": (isinstance(found["detail"], str), "it must be a string"),
         "failure": (failure in (None, *FAILURES), f"it must be null or one of {', '.join(FAILURES)}"),

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from nemo_prorl.deadlines import Deadline
-from nemo_prorl.rewards.client import ClientOptions, RewardClient, _Endpoint, _Waiting, take_verdict
+from nemo_prorl.rewards.client import ClientOptions, RewardClient, _Endpoint, _Endpoints, _Waiting, take_verdict
 from nemo_prorl.rewards.interface import Verdict
 from tests.rewards.conftest import StartServer, request_of
 from tests.rewards.test_server import http
@@ -100,6 +100,38 @@ def test_a_server_whose_many_posts_all_fail_is_closed_off_for_seconds() -> None:
     assert server.avoided_until == pytest.approx(17.0, abs=0.01)
 
 
+def test_of_the_ready_reward_servers_the_idlest_is_chosen(tmp_path: Path) -> None:
+    def announce(name: str, **more: Any) -> None:
+        announced = {"kind": "rewards", "url": f"http://{name}", "state": "ready", **more}
+        (tmp_path / f"{name}.json").write_text(json.dumps(announced))
+
+    endpoints = _Endpoints(tmp_path)
+    announce("stopped", state="stopped")
+    announce("engine", kind="engine")
+    (tmp_path / "half.json").write_text('{"kind": ')
+    (tmp_path / "list.json").write_text("[]")
+    assert endpoints.choose(0.0) is None
+    announce("a")
+    announce("b")
+    first = endpoints.choose(0.1)  # with no server known, the files are read each time
+    assert first is not None
+    assert [(one.name, one.url) for one in endpoints.known()] == [("a", "http://a"), ("b", "http://b")]
+    first.open_requests = 2
+    second = endpoints.choose(0.2)
+    assert second is not None
+    assert {first.name, second.name} == {"a", "b"}
+    second.open_requests = 3
+    assert endpoints.choose(0.3) is first
+    first.failed(0.3)  # for 0.2 s
+    assert endpoints.choose(0.4) is second
+    second.failed(0.45)
+    assert endpoints.choose(0.46) is first  # the first to end its back-off
+    announce("a", state="stopped")
+    assert endpoints.choose(0.55) is first  # not yet read again
+    assert endpoints.choose(0.61) is second
+    assert endpoints.known() == [second]
+
+
 def test_the_servers_that_owe_verdicts_are_named(plugins: Path, start_server: StartServer, tmp_path: Path) -> None:
     start_server("echo")
 
@@ -167,6 +199,7 @@ def test_load_is_spread_and_a_dead_server_is_avoided(plugins: Path, start_server
         verdicts = await asyncio.gather(*(client.score(request, Deadline(60, "verdicts")) for request in requests))
         assert [verdict["score"] for verdict in verdicts] == [at / 120 for at in range(120)]
         assert client.stats.connection_failures > 0
+        assert [one.open_requests for one in client._endpoints.known()] == [0, 0]
 
     with_client(tmp_path, steps, ClientOptions(batch_size=16))
 

@@ -2,16 +2,18 @@
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nemo_prorl import cli
 from nemo_prorl.errors import ConfigError, DataError, UnfitMachine
-from nemo_prorl.rewards import conformance
+from nemo_prorl.rewards import conformance, probe
 from nemo_prorl.rewards.conformance import CHECKS, CheckOutcome, Report, check_plugin
 from nemo_prorl.rewards.conformance_cases import make_cases, read_examples, shell
 from nemo_prorl.rewards.discovery import discover
@@ -69,6 +71,7 @@ BAD: dict[str, tuple[str, dict[str, str]]] = {
         {"top": "import threading, time; threading.Thread(target=time.sleep, args=(1,), daemon=True).start()"},
     ),
     "starts a process when imported": ("import", {"top": "import subprocess; subprocess.run(['true'])"}),
+    "changes its folder when imported": ("import", {"top": "os.chdir('/')"}),
     "changes the environment when imported": ("import", {"top": "os.environ['TZ'] = 'UTC'"}),
     "loads a heavy package when imported": ("import", {"top": "import sympy"}),
     "computes when imported": (
@@ -175,9 +178,28 @@ def test_every_installed_plugin_passes(name: str) -> None:
     assert not skipped or plugin.needs_sandbox, "\n".join(report.lines())
 
 
+PASSED = """import: writes nothing, prints nothing, starts nothing, loads nothing heavy
+start: a worker starts and prepares the plugin
+examples: 1 good responses score 1, and 1 bad ones less
+canaries: the examples are the canaries
+form: 79 results are well formed
+truth: 1 fields, each named where it is wrong
+thinking: what follows the last </think> is judged; an open <think> is no answer
+unicode: 12 responses: all have a verdict, 0 of them invalid
+empty: 11 responses: all have a verdict, 0 of them invalid
+long: 16 responses: all have a verdict, 0 of them invalid
+adversarial: 32 responses: all have a verdict, 0 of them invalid
+time: slowest; allowed: 1 s of CPU, 4 s in all
+determinism: 79 requests have equal verdicts in another worker, order and hash seed
+concurrency: 80 requests to two workers at once: no verdict changed
+network: no address looked up, no connection made"""
+
+
 def test_a_good_plugin_passes_every_check(tested: Callable[..., str]) -> None:
     report = check_plugin(tested())
     assert [(outcome.check, outcome.state) for outcome in report.outcomes] == [(c, "passed") for c in CHECKS]
+    said = "\n".join(f"{outcome.check}: {outcome.text}" for outcome in report.outcomes)
+    assert re.sub(r"slowest: .*;", "slowest;", said) == PASSED
 
 
 @pytest.mark.parametrize("way", BAD)
@@ -186,6 +208,48 @@ def test_a_bad_plugin_fails_that_check_and_no_other(way: str, tested: Callable[.
     report = check_plugin(tested(**places))
     assert report.failed == [check], "\n".join(report.lines())
     assert report[check].mend == CHECKS[check]
+
+
+@pytest.mark.parametrize(
+    ("event", "args", "effect"),
+    [
+        ("open", ("a", "w", os.O_WRONLY), "opens 'a' for writing"),
+        ("open", ("a", None, os.O_RDWR | os.O_CLOEXEC), "opens 'a' for writing"),
+        ("open", ("a", None, os.O_RDONLY | os.O_CREAT), "opens 'a' for writing"),
+        ("open", ("a", "r", os.O_RDONLY | os.O_CLOEXEC), None),
+        ("open", (os.devnull, "w", os.O_WRONLY), None),
+        ("open", ("a", "r", None), None),
+        ("os.mkdir", ("a", 511, -1), "changes files: os.mkdir('a')"),
+        ("tempfile.mkstemp", ("a",), "changes files: tempfile.mkstemp('a')"),
+        ("socket.__new__", (None, 2, 1, 0), "opens a socket"),
+        ("os.fork", (), "starts a process: os.fork()"),
+        ("subprocess.Popen", ("true", ["true"], None, None), "starts a process: subprocess.Popen('true')"),
+        ("_thread.start_new_thread", (), "starts a thread"),
+        ("os.putenv", (b"a", b"b"), "changes the environment variables"),
+        ("os.unsetenv", (b"a",), "changes the environment variables"),
+        ("os.listdir", (".",), None),
+        ("socket.connect", (None, ("127.0.0.1", 9)), None),
+    ],
+)
+def test_effects_of_an_import_are_told_from_what_it_may_do(
+    event: str, args: tuple[Any, ...], effect: str | None
+) -> None:
+    assert probe._import_effect(event, args) == effect
+
+
+@pytest.mark.parametrize(
+    ("event", "args", "use"),
+    [
+        ("socket.connect", (None, ("127.0.0.1", 9)), "socket.connect(('127.0.0.1', 9))"),
+        ("socket.connect", (None, "/run/local"), None),
+        ("socket.bind", (None, b"\0local"), None),
+        ("socket.getaddrinfo", ("host", 80, 0, 0, 0), "socket.getaddrinfo('host')"),
+        ("socket.gethostbyname", ("host",), "socket.gethostbyname('host')"),
+        ("socket.__new__", (None, 2, 1, 0), None),
+    ],
+)
+def test_use_of_the_network_is_told_from_local_sockets(event: str, args: tuple[Any, ...], use: str | None) -> None:
+    assert probe._network_use(event, args) == use
 
 
 def test_every_check_has_a_bad_plugin() -> None:

@@ -17,7 +17,12 @@ from nemo_prorl.rewards.interface import (
     RewardResult,
     Verdict,
     answer_text,
+    failed_verdict,
     judge,
+    no_answer,
+    one_line,
+    opened_thought,
+    read_verdict,
 )
 
 REQUEST = {"id": "a", "task": "t", "prompt": "?", "truth": {}, "response": "x", "finished": False}
@@ -41,10 +46,31 @@ def test_the_text_after_the_last_think_is_judged(response: str, answer: str | No
     assert RewardRequest.from_json({**REQUEST, "response": response}).answer_text == answer
 
 
+@pytest.mark.parametrize(
+    ("prompt", "thought"),
+    [
+        ("a<think>", "<think>"),
+        ("<think> \n", "<think> \n"),
+        ("<think>x", ""),
+        ("<think>x<think>\n", "<think>\n"),
+        (" ", ""),
+    ],
+)
+def test_a_thought_that_the_prompt_opens_belongs_to_the_response(prompt: str, thought: str) -> None:
+    assert opened_thought(prompt) == thought
+
+
+def test_a_long_detail_is_cut_to_its_limit() -> None:
+    assert one_line(" a\n\tb ") == "a b"
+    assert one_line("x" * 500) == "x" * 500
+    assert one_line("x" * 501) == "x" * 497 + "..."
+
+
 def test_a_request_survives_json() -> None:
     request = RewardRequest.from_json({**REQUEST, "source": "s", "meta": {"k": 1}, "extra": "ignored"})
     assert RewardRequest.from_json(request.to_json()) == request
     assert (request.finished, request.source, request.meta) == (False, "s", {"k": 1})
+    assert RewardRequest("a", "t", "?", {}, "x").finished
 
 
 @pytest.mark.parametrize("key", sorted(REQUEST))
@@ -88,9 +114,12 @@ def test_a_result_becomes_a_verdict() -> None:
 
 
 def test_an_invalid_answer_scores_zero() -> None:
-    verdict = _verdict(InvalidAnswer("no digits"))
-    assert (verdict["score"], verdict["correct"], verdict["failure"]) == (0.0, False, "invalid")
-    assert verdict["detail"] == "no digits"
+    nothing: dict[str, Any] = {"id": "a", "score": 0.0, "correct": False, "parts": {}}
+    assert _verdict(InvalidAnswer("no digits")) == {**nothing, "detail": "no digits", "failure": "invalid"}
+    assert _verdict(InvalidAnswer()) == {**nothing, "detail": "malformed answer", "failure": "invalid"}
+    assert failed_verdict("a", "timeout", "too\nlate") == {**nothing, "detail": "too late", "failure": "timeout"}
+    detail = "<think> was opened and never closed: no answer"
+    assert _verdict(no_answer()) == {**nothing, "detail": detail, "failure": None}
 
 
 @pytest.mark.parametrize(
@@ -105,6 +134,7 @@ def test_an_invalid_answer_scores_zero() -> None:
         (RewardResult(score=0.5, failure="timeout"), "plugin 'says': failure is 'timeout' but score is 0.5"),
         (RewardResult(score=0.0, failure="infrastructure"), "plugin 'says': failure is 'infrastructure'"),
         (RewardResult(score=0.0, correct=1), "plugin 'says': correct is 1"),  # type: ignore[arg-type]
+        (RewardResult(score=0.0, detail=None), "plugin 'says': detail is NoneType"),  # type: ignore[arg-type]
     ],
 )
 def test_what_else_a_plugin_does_is_infrastructure_and_names_it(says: Any, detail: str) -> None:
@@ -126,6 +156,45 @@ def test_an_exception_has_its_file_and_line_and_is_in_the_log_once(
     assert "raise" in Path(__file__).read_text().splitlines()[int(place[2]) - 1]
     [record] = caplog.records
     assert record.exc_info is not None
+
+
+GIVEN = {"id": "a", "score": 0.5, "correct": None, "parts": {"p": 0.5}, "detail": "half", "failure": None}
+MASKED = {"score": None, "failure": "infrastructure"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"score": 0}, {"score": 1, "correct": True}, {"score": 0.0, "correct": False, "failure": "invalid"}, MASKED],
+)
+def test_a_verdict_from_elsewhere_is_read_without_unknown_fields(change: dict[str, Any]) -> None:
+    assert read_verdict({**GIVEN, **change, "extra": 1}, "a") == {**GIVEN, **change}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"id": "b"}, "'verdict.id' is 'b'; the request's id is 'a'"),
+        ({"score": 1.1}, "'verdict.score' is 1.1; it must be a number from 0 to 1, or null"),
+        ({"score": -0.1}, "'verdict.score' is -0.1; it must be a number"),
+        ({"score": True}, "'verdict.score' is True; it must be a number"),
+        ({"score": "1"}, "'verdict.score' is '1'; it must be a number"),
+        ({"correct": 1}, "'verdict.correct' is 1; it must be true, false or null"),
+        ({"parts": []}, "'verdict.parts' is []; it must be an object"),
+        ({"detail": None}, "'verdict.detail' is None; it must be a string"),
+        (
+            {"failure": "late"},
+            "'verdict.failure' is 'late'; it must be null or one of timeout, invalid, infrastructure",
+        ),
+        ({"score": None}, "'verdict.score' is None with failure None; it must be null if"),
+        ({"failure": "infrastructure"}, "'verdict.score' is 0.5 with failure 'infrastructure'; it must be null if"),
+    ],
+)
+def test_a_wrong_field_of_a_verdict_is_named(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        read_verdict({**GIVEN, **change}, "a")
+    (key, *_) = change
+    with pytest.raises(ValueError, match=f"'verdict.{key}' is missing"):
+        read_verdict({name: value for name, value in GIVEN.items() if name != key}, "a")
 
 
 def test_settings_replace_the_time_budget() -> None:

@@ -69,6 +69,7 @@ def test_a_plugin_that_raises_is_infrastructure_and_named(plugins: Path) -> None
         assert pool.stats.outcomes == {"infrastructure": 7, "invalid": 1}
         (worker,) = pool.workers
         assert resource.prlimit(worker.process.pid, resource.RLIMIT_DATA)[0] == 512 << 20
+        assert resource.prlimit(worker.process.pid, resource.RLIMIT_CORE) == (0, 0)
 
     with_pool(steps, budget_s=20, memory_mb=512)
 

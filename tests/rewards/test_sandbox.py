@@ -18,7 +18,7 @@ import pytest
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import UnfitMachine
 from nemo_prorl.rewards.interface import Program, ProgramRun
-from nemo_prorl.rewards.sandbox import folders, levels, syscalls
+from nemo_prorl.rewards.sandbox import folders, levels
 from nemo_prorl.rewards.sandbox.client import ProcessSandbox, SandboxFailure
 from nemo_prorl.rewards.sandbox.zygote import empty_folder
 from tests.rewards.conftest import ROOT, children_of, is_alive, sharing_one_cpu
@@ -66,16 +66,6 @@ def test_a_user_without_rights_has_a_level_that_holds(options: tuple[str, ...], 
         command, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)}
     )
     assert done.stdout.strip() == level, done.stderr
-
-
-def test_the_filter_names_its_process_wherever_it_must() -> None:
-    built = syscalls.build_filter(own_root=True)
-    for_one = syscalls.for_process(built, 0x01020304)
-    assert len(for_one) == len(built)
-    assert (
-        for_one.count(b"\x04\x03\x02\x01") == 8
-    )  # kill, tgkill, prlimit64, two affinities, getpgid, getsid, getpriority
-    assert syscalls.for_process(built, 7) != syscalls.for_process(built, 8)
 
 
 def test_no_level_means_no_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:

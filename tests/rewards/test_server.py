@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -19,9 +20,10 @@ import aiohttp
 import pytest
 from starlette.testclient import TestClient
 
-from nemo_prorl.rewards.connections import MAX_BODY
+from nemo_prorl.errors import ConfigError
+from nemo_prorl.rewards.connections import MAX_BODY, allow_connections
 from nemo_prorl.rewards.discovery import discover
-from nemo_prorl.rewards.server import DEADLINE_HEADER, RewardApp
+from nemo_prorl.rewards.server import DEADLINE_HEADER, RewardApp, read_token
 from nemo_prorl.rewards.service import RewardService
 from tests.rewards.conftest import ROOT, RunningServer, StartServer, is_alive, request_of, wait_gone
 
@@ -161,6 +163,59 @@ def test_a_fault_of_the_server_is_not_the_senders(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(service, "room_for", broken)
     assert status() == 500
+
+
+def test_a_body_up_to_the_limit_is_read_and_a_server_that_stops_takes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = RewardApp(RewardService([], discover()), "secret")
+    client = TestClient(app.asgi, headers={"Authorization": "Bearer secret"})
+    body = json.dumps(request_of("echo", "1")).encode()
+    for declared in (True, False):
+        for most, status in ((len(body), 200), (len(body) - 1, 413)):
+            monkeypatch.setattr("nemo_prorl.rewards.server.MAX_BODY", most)
+            content: Any = body if declared else iter([body[:9], body[9:]])
+            assert client.post("/v1/score", content=content).status_code == status
+    monkeypatch.setattr("nemo_prorl.rewards.server.MAX_BODY", MAX_BODY)
+    monkeypatch.setattr("nemo_prorl.rewards.server.MAX_REQUESTS", 2)
+    for count, status in ((2, 200), (3, 400)):
+        assert client.post("/v1/score", json=[request_of("echo", "1")] * count).status_code == status
+    app.draining = True
+    health, refused = client.get("/v1/health"), client.post("/v1/score", json=[])
+    assert (health.status_code, health.json()) == (503, {"status": "draining"})
+    assert (refused.status_code, refused.json()) == (503, {"error": "the reward server is stopping"})
+
+
+def test_a_token_file_is_read_and_one_that_others_can_read_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "token"
+    with pytest.raises(ConfigError, match="No such file"):
+        read_token(file)
+    file.write_text(" \n")
+    with pytest.raises(ConfigError, match="is empty"):
+        read_token(file)
+    file.write_text("secret\n")
+    for mode, warnings in ((0o700, 0), (0o640, 1), (0o604, 1)):
+        file.chmod(mode)
+        caplog.clear()
+        assert read_token(file) == "secret"
+        assert len(caplog.records) == warnings
+
+
+NONE = resource.RLIM_INFINITY
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "set_to"),
+    [(1024, 4096, 4096), (1024, NONE, 65536), (4096, 4096, None), (70_000, NONE, None), (NONE, NONE, None)],
+)
+def test_a_process_may_open_as_many_connections_as_its_user(
+    soft: int, hard: int, set_to: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[tuple[int, tuple[int, int]]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: found.append((kind, limits)))
+    allow_connections()
+    assert found == ([] if set_to is None else [(resource.RLIMIT_NOFILE, (set_to, hard))])
 
 
 def test_verdicts_stream_as_they_are_known(plugins: Path, start_server: StartServer) -> None:

@@ -1,6 +1,5 @@
 """Which engine gets what, by hand; and the simulation, which fails where the decisions do."""
 
-import resource
 import sys
 from pathlib import Path
 
@@ -10,7 +9,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import simulate
 
-from nemo_prorl.rewards.connections import allow_connections
 from nemo_prorl.rollout.scheduling import is_fresh, spread
 
 SIZE = simulate.Size(engines=16, prompts=32, samples=8, cap=16384)
@@ -37,16 +35,6 @@ def test_responses_go_to_the_least_loaded(
 
 def test_surplus_is_fresh_for_as_many_steps_as_it_may_be_old() -> None:
     assert [is_fresh(version, 5, 1) for version in (2, 3, 4)] == [False, True, True]
-
-
-def test_a_run_may_open_as_many_connections_as_its_user() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
-        allow_connections()
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= soft
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def means(scheduler: simulate.Scheduler) -> dict[str, float]:

@@ -33,15 +33,25 @@ SMALL = [
     "tests/lifecycle/test_wiring.py",
     "tests/lifecycle/test_loop.py",
 ]
+TIMES = ["tests/test_tracing.py", "tests/test_usage.py"]
+RECORDS = [
+    "tests/test_formats.py::test_summary_fits",
+    "tests/launcher/test_events.py::test_a_tail_reads_whole_lines_that_came_since",
+]
 DATA = [
     *(f"tests/data/test_{name}.py" for name in ("blend", "hf_config", "hub", "laptop_model", "lengths", "parquet")),
     *(f"tests/data/test_{name}.py" for name in ("prepare_hub", "prepared", "prompt_forms", "records", "retirement")),
     "tests/rewards/test_open_thought.py",
 ]
-TIMES = ["tests/test_tracing.py", "tests/test_usage.py"]
-RECORDS = [
-    "tests/test_formats.py::test_summary_fits",
-    "tests/launcher/test_events.py::test_a_tail_reads_whole_lines_that_came_since",
+REWARDS = [
+    f"tests/rewards/test_{name}.py"
+    for name in (
+        *("interface", "discovery", "functions", "canaries", "second", "server", "client", "pool", "conformance"),
+        *("scaffold", "cli", "reverify"),
+    )
+]
+SANDBOX = [
+    f"tests/rewards/test_{name}.py" for name in ("sandbox", "sandbox_lessons", "escapes", "syscalls", "independent")
 ]
 # Folder: its files, and the tests that belong to it.
 FOLDERS: dict[str, tuple[str, list[str]]] = {
@@ -50,7 +60,8 @@ FOLDERS: dict[str, tuple[str, list[str]]] = {
     "rollout": ("nemo_prorl/rollout/*.py", ["tests/rollout", *SMALL, *TIMES, "tests/lifecycle/test_stopping.py"]),
     "algorithms": ("nemo_prorl/algorithms/*.py", ["tests/algorithms", *SMALL]),
     "policy": ("nemo_prorl/policy/*.py", ["tests/policy"]),
-    "rewards": ("nemo_prorl/rewards/**/*.py", ["tests/rewards"]),
+    "rewards": ("nemo_prorl/rewards/*.py", REWARDS),
+    "sandbox": ("nemo_prorl/rewards/sandbox/*.py", SANDBOX),
     "data": ("nemo_prorl/data/*.py", DATA),
     "scaling": ("nemo_prorl/report/scaling.py", ["tests/report/test_scaling.py", "tests/report/test_forecast.py"]),
 }

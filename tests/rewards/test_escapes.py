@@ -4,6 +4,7 @@ import ast
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from nemo_prorl.rewards.interface import Program
 from nemo_prorl.rewards.sandbox import levels
 from nemo_prorl.rewards.sandbox.client import ProcessSandbox, SandboxFailure
 from nemo_prorl.rewards.sandbox.levels import _canaries, _Places
+from tests.rewards.test_syscalls import HEADER, numbers
 
 pytestmark = pytest.mark.starts
 
@@ -103,6 +105,36 @@ def test_the_attempts_are_those_that_are_shown_to_work() -> None:
     )
     assert isinstance(table, ast.Dict)
     assert {ast.literal_eval(key) for key in table.keys if key is not None} == set(ANYBODY) | WITH_RIGHTS
+
+
+# System calls that the attempts make by number, in their order.
+BY_NUMBER = ["process_vm_readv", "execve", "ptrace", "ptrace", "unshare", "mount", "chroot", "bpf", "io_uring_setup"]
+BY_NUMBER += ["clock_settime", "keyctl", "shmget", "shmctl", "msgget", "msgctl", "userfaultfd", "perf_event_open"]
+BY_NUMBER += ["memfd_create", "setuid"]
+
+
+@pytest.mark.skipif(not HEADER.is_file(), reason="needs the kernel's headers")
+def test_the_calls_by_number_are_those_that_they_are_meant_to_be() -> None:
+    """With these arguments another call could be refused, or fail in a way that counts as possible."""
+    source = levels._ESCAPES.read_text()
+    made = re.findall(r"call\((\d+)|make_and_remove\((\d+), \(.*?\), (\d+)\)", source)
+    assert [int(number) for found in made for number in found if number] == [numbers()[name] for name in BY_NUMBER]
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("raise RuntimeError('broken')", "did not end: RuntimeError: broken"),
+        ("x = =", "did not end: SyntaxError"),
+        ("print('fine')", "printed no JSON"),
+    ],
+)
+def test_a_program_of_attempts_that_breaks_proves_nothing(
+    source: str, why: str, unconfined: ProcessSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = proof_of(unconfined, monkeypatch, source=source)
+    assert not found.holds
+    assert f"the program that attempts the escapes {why}" in found.failure
 
 
 @pytest.mark.parametrize("name", ANYBODY)
@@ -217,5 +249,6 @@ def test_in_a_level_every_attempt_is_refused_by_the_system(level: str) -> None:
     lacking = {levels._STAT} if level == "reduced" else set()
     assert {name for name, outcome in found.items() if not outcome.startswith("refused (")} == lacking
     by_search = {"find the host's variables", "read what is behind the descriptors it was left"}
+    assert {name for name, outcome in found.items() if "EMFILE" in outcome} == {"open 2,000 files"}
     nothing = {name for name, outcome in found.items() if outcome == "refused (nothing was found)"}
     assert nothing <= by_search | {"see other processes"}

@@ -1,15 +1,20 @@
-"""What hostile programs have taught about the sandbox, one by one."""
+"""What hostile programs, and honest ones that look odd, have taught about the sandbox, one by one."""
 
 import errno
+import json
 import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nemo_prorl.rewards.interface import Program
-from nemo_prorl.rewards.sandbox import client, levels, zygote
+from nemo_prorl.rewards.sandbox import client, confine, folders, kernel, levels, zygote
 from nemo_prorl.rewards.sandbox.client import ProcessSandbox, SandboxFailure
 
 pytestmark = pytest.mark.starts
@@ -89,3 +94,239 @@ def test_large_outputs_that_are_wrong_are_not_kept(box: ProcessSandbox) -> None:
     program = Program("print('x' * (3 << 20))", "stdin", ("1", "2"), output_mb=16)
     assert box.run(program, lambda *_: False).outputs == (None, None)
     assert [len(output or b"") for output in box.run(program, lambda *_: True).outputs] == [(3 << 20) + 1] * 2
+
+
+CYCLE = "class A:\n    def __del__(self):\n        print('gone')\na = A()\na.me = a\n"
+FILE = "import inspect\ndef f(): pass\nprint(inspect.getsource(f) == 'def f(): pass\\n', len(open(__file__).read()))"
+
+
+@pytest.mark.parametrize(
+    ("source", "output"),
+    [
+        ("print(1)\nexit()", "1\n"),
+        ("import sys\nprint(1)\nsys.exit(0)", "1\n"),
+        ("\ufeffprint(1)", "1\n"),
+        (FILE, f"True {len(FILE)}\n"),
+        ("import multiprocessing as m\nwith m.RLock():\n    print(m.Value('i', 5).value)", "5\n"),
+        (
+            "import threading as t\nend = t.Event()\nt.Thread(target=lambda: (end.wait(0.05), print('late'))).start()",
+            "late\n",
+        ),
+        ("from concurrent.futures import ThreadPoolExecutor as T\nT(1).submit(print, 'done')", "done\n"),
+        ("import atexit\natexit.register(print, 'end')\nprint('begin')", "begin\nend\n"),
+        (CYCLE, "gone\n"),
+        ("print(open('/dev/stdin').read(), open('/dev/fd/0').read())", "in \n"),
+        ("import shutil\nopen('a', 'w').close()\nshutil.copy('a', 'b')\nprint('copied')", "copied\n"),
+        ("print(callable(help), callable(quit), bool(str(copyright)))", "True True True\n"),
+        (
+            "import sys\nprint(sys.argv, __name__, sys.stdin.name, sys.stdout.mode, sys.getrecursionlimit())",
+            "['main.py'] __main__ <stdin> w 1000\n",
+        ),
+    ],
+)
+def test_an_honest_program_runs_as_it_would_alone(box: ProcessSandbox, source: str, output: str) -> None:
+    run = box.run(Program(source, "stdin", ("in", "in")), lambda *_: True)
+    assert run.outputs == (output.encode(),) * 2, run.details
+
+
+def test_the_result_of_a_function_is_json_of_its_value(box: ProcessSandbox) -> None:
+    def deep(levels: int) -> Any:
+        return [deep(levels - 1)] if levels else 0
+
+    source = (
+        "import collections, enum\nclass E(enum.IntEnum):\n    A = 1\n"
+        "class S(str):\n    def __str__(self): return 'no'\n"
+        "P = collections.namedtuple('P', 'x y')\ndef deep(n):\n    return [deep(n - 1)] if n else 0\n"
+        "def f(text):\n    return eval(text)"
+    )
+    values = {
+        "[E.A, S('yes'), True, None, 1.5]": [1, "yes", True, None, 1.5],
+        "P(1, [2, (3,)])": [1, [2, [3]]],
+        "collections.OrderedDict({None: 1, True: 2, 1.5: 3, S('k'): {}})": {"null": 1, "true": 2, "1.5": 3, "k": {}},
+        "deep(201)": deep(201),
+        "deep(202)": "ValueError: the result is nested more than 200 deep",
+        "{1}": "TypeError: the result holds a set, which JSON cannot represent",
+        "{E.A: 1}": "TypeError: the result has a key of type E, which JSON cannot represent",
+        "float('nan')": "ValueError: Out of range float values are not JSON compliant",
+        "g()": "NameError: name 'g' is not defined",
+    }
+    program = Program(source, "call", tuple(json.dumps([text]) for text in values), "f")
+    run = box.run(program, lambda *_: True)
+    found = [json.loads(output) if output else detail for output, detail in zip(run.outputs, run.details, strict=True)]
+    assert found == list(values.values())
+    missing = box.run(Program("x = 1", "call", ("[]",), "f"), lambda *_: True)
+    assert missing.details == ("NameError: the program has no function 'f'",)
+
+
+def test_a_setup_runs_once_and_after_the_program_if_it_needs_its_names(box: ProcessSandbox) -> None:
+    for setup, output in (("print('set')", b"set\nran\n"), ("print(f())", b"ran\n5\n")):
+        program = Program("def f():\n    return 5\nprint('ran')", "stdin", ("",), setup=setup)
+        assert box.run(program, lambda *_: True).outputs == (output,)
+
+
+def test_the_layers_are_those_of_the_level_and_this_user(box: ProcessSandbox) -> None:
+    full = box.level == "full"
+    assert box.layers == {
+        "namespaces": full,
+        "identity": os.geteuid() == 0,
+        "landlock": kernel.landlock_abi(),
+        "seccomp": True,
+    }
+    bits = box.run(Program("import os\nprint(os.getuid(), os.getppid())", "stdin", ("",)), lambda *_: True).outputs[0]
+    uid, parent = map(int, (bits or b"").split())
+    assert (uid != os.geteuid()) == (os.geteuid() == 0)
+    assert (parent == 1) == full  # the first process of its namespace
+
+
+# --- the caller's side -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("killed", "status", "how"),
+    [
+        ("time", 9, "over the time limit"),
+        ("idle", 9, "over the time limit"),
+        ("disk", 9, "over the limit of disk"),
+        ("threads", 9, "over the limit of threads"),
+        (None, signal.SIGSEGV, "ended by SIGSEGV"),
+        (None, 3 << 8, "ended with status 3"),
+    ],
+)
+def test_the_end_of_a_child_is_told(killed: str | None, status: int, how: str) -> None:
+    assert client._how_it_ended(client._Child(status, killed, 0.0, 0.0)) == how
+
+
+def test_of_a_report_only_the_possible_lines_count() -> None:
+    lines: list[Any] = [
+        {"end": 2, "ok": True},  # before its start
+        {"compiled": 1},
+        {"compiled": True},
+        {"compiled": False, "detail": "late"},
+        {"start": 2},
+        {"end": 2, "ok": True, "result": "\ud800"},
+        {"end": 2, "ok": False},  # again
+        {"start": True},
+        {"start": 5},  # of another child
+        {"end": 3, "ok": True},
+        [],
+        {"independent": True},
+    ]
+    text = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+    child = client._Child(0, None, 0.0, 0.0)
+    client._read_report(child, b"no JSON\n" + text, 2, 3)
+    assert (child.compiled, child.started, child.independent) == (True, 2, False)
+    assert child.ends == {2: lines[5]}
+    assert child.outputs == {2: b"\xed\xa0\x80"}
+    asked = client._Child(0, None, 0.0, 0.0)
+    client._read_report(asked, text, 0, 0)
+    assert (asked.independent, asked.ends) == (True, {})
+
+
+def test_threads_are_limited_by_the_kernel_where_the_user_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folders, "tasks_of_user", lambda: 100)
+    sandbox = ProcessSandbox("reduced")
+    sandbox.layers = {"identity": True}
+    assert (sandbox._watches, sandbox._thread_limit()) == (False, client.THREADS)
+    sandbox.layers = {"identity": False}
+    assert (sandbox._watches, sandbox._thread_limit()) == (True, 8 * client.THREADS + 100)
+
+
+def test_a_program_that_breaks_the_sandbox_twice_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken: list[int] = []
+
+    def breaks(run: client._ProgramRun) -> None:
+        broken.append(1)
+        raise client._Broken("it ended")
+
+    sandbox = ProcessSandbox("none")
+    monkeypatch.setattr(client._ProgramRun, "result", breaks)
+    monkeypatch.setattr(ProcessSandbox, "start", lambda _: None)
+    with pytest.raises(SandboxFailure, match="fails to run a trivial test program"):
+        sandbox.run(Program("", "stdin", ("", "")), lambda *_: True)
+    assert len(broken) == 3  # twice, and the known program
+    monkeypatch.setattr(ProcessSandbox, "is_sound", lambda _: True)
+    run = sandbox.run(Program("", "stdin", ("", "")), lambda *_: True)
+    assert run.outputs == (None, None)
+    assert run.details == ("the sandbox's process ended twice on this program",) * 2
+
+
+# --- rights on files -------------------------------------------------------------------------------------------------
+
+EXECUTE, WRITE, READ, LIST = (1 << bit for bit in range(4))  # of linux/landlock.h
+REMOVE_DIR, REMOVE, CHAR, MAKE_DIR, REGULAR, SOCK, FIFO, BLOCK, SYM, REFER, TRUNCATE, IOCTL = (
+    1 << bit for bit in range(4, 16)
+)
+
+
+@pytest.mark.parametrize("abi", range(8))
+def test_landlock_gives_the_rights_that_a_program_needs(
+    abi: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lib" / "test").mkdir(parents=True)
+    (tmp_path / "lib" / "json.py").touch()
+    (tmp_path / "dynamic").mkdir()
+    (tmp_path / "cache").touch()
+    rules: dict[str, int] = {}
+    made: list[tuple[int, ...]] = []
+    restricted: list[int] = []
+
+    def ruleset(*arguments: int) -> int:
+        made.append(arguments)
+        return os.open(os.devnull, os.O_RDONLY)
+
+    def allow(_: int, path: str, access: int) -> None:
+        rules[path] = rules.get(path, 0) | access
+
+    monkeypatch.setattr(kernel, "landlock_abi", lambda: abi)
+    monkeypatch.setattr(kernel, "landlock_ruleset", ruleset)
+    monkeypatch.setattr(kernel, "landlock_allow", allow)
+    monkeypatch.setattr(kernel, "landlock_restrict", restricted.append)
+    library = str(tmp_path / "lib")
+    files = (str(tmp_path / "cache"), "/dev/null", str(tmp_path / "absent"))
+    view = confine.View((library, str(tmp_path / "dynamic")), files, (f"{library}/test",))
+    assert confine.restrict_files(view, str(tmp_path)) == abi
+    if abi == 0:
+        assert not made + restricted
+        return
+    refer, truncate = REFER * (abi >= 2), TRUNCATE * (abi >= 3)
+    all_rights = (1 << 13) - 1 | refer | truncate | IOCTL * (abi >= 5)
+    assert made == [(all_rights, 3 * (abi >= 4), 3 * (abi >= 6), abi)]
+    assert len(restricted) == 1
+    own = READ | LIST | WRITE | REMOVE_DIR | REMOVE | MAKE_DIR | REGULAR | FIFO | SYM | truncate | refer
+    devices = dict.fromkeys(confine._DEVICES, READ | WRITE | truncate)
+    assert rules == {
+        str(tmp_path): own,
+        f"{library}/json.py": READ,
+        library: LIST,
+        str(tmp_path / "dynamic"): READ | LIST,
+        str(tmp_path / "cache"): READ,
+        **devices,
+    }
+
+
+def test_a_ruleset_has_the_size_that_the_kernel_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(kernel, "_syscall", lambda *arguments: calls.append(arguments) or 7)
+    for abi in range(1, 7):
+        assert kernel.landlock_ruleset(1, 2, 3, abi) == 7
+    words = (n.to_bytes(8, "little") for n in (1, 2, 3))
+    packed = b"".join(words)
+    sizes = [8, 8, 8, 16, 16, 24]
+    assert calls == [("landlock_create_ruleset", 444, packed[:size], size, 0) for size in sizes]
+
+    def refuse(*_: Any) -> int:
+        raise OSError(errno.ENOSYS, "no Landlock")
+
+    monkeypatch.setattr(kernel, "_syscall", refuse)
+    assert kernel.landlock_abi() == 0
+
+
+def test_a_process_without_its_parent_ends_at_once() -> None:
+    code = (
+        "import sys; from nemo_prorl.rewards.sandbox.kernel import die_with_parent; die_with_parent(int(sys.argv[1]))"
+    )
+    ends = [
+        subprocess.run([sys.executable, "-c", f"{code}; print('lives')", str(pid)], capture_output=True, check=False)
+        for pid in (os.getpid(), 1)
+    ]
+    assert [(end.returncode, end.stdout) for end in ends] == [(0, b"lives\n"), (1, b"")]

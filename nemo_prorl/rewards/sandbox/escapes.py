@@ -56,7 +56,9 @@ def caller_memory() -> bool:
 
 def make_and_remove(make: int, arguments: tuple[int, ...], control: int) -> None:
     """Make an object of System V and remove it."""
-    call(control, call(make, *arguments), 0, 0)
+    made = call(make, *arguments)
+    if made < 0 or call(control, made, 0, 0) < 0:
+        raise ValueError(os.strerror(ctypes.get_errno()))
 
 
 def read_through(way: Callable[[str, str], None], name: str) -> None:

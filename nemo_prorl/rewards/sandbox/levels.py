@@ -152,7 +152,7 @@ def prove(sandbox: ProcessSandbox) -> Proof:
         program = Program(_ESCAPES.read_text(), "stdin", (json.dumps(places.words),), time_limit_s=20.0)
         run = sandbox.run(program, lambda *_: True)
         if run.outputs[0] is None or run.over_time:
-            why = "over time" if run.over_time else run.details[0] or run.refused
+            why = "over time" if run.over_time else run.refused or run.details[0]
             return Proof(sandbox.level, failure=f"the program that attempts the escapes did not end: {why}")
         try:
             results: dict[str, str] = json.loads(run.outputs[0])

@@ -27,6 +27,7 @@ from _pytest.runner import runtestprotocol
 
 PATIENCE_S = 10.0  # and ten times what a test usually takes: then it hangs
 MOST_SECONDS = 40.0  # CPU time of the tests of one mutant; the slowest are left out
+STARTS = re.compile(r"\bsubprocess\.|create_subprocess_exec")  # what starts processes
 FUNCTION = 0x1  # CO_OPTIMIZED: the code object is a function's, not a class's or module's
 
 
@@ -154,7 +155,9 @@ class Session:
     def pytest_runtestloop(self, session: Any) -> bool:
         items = {item.nodeid: item for item in session.items}
         files = sorted({mutant.file for mutant in self.mutants})
-        reached = measured(list(items.values()), {str(self.root / file): file for file in files}, self.root)
+        beside = {path for file in files for path in (self.root / file).parent.glob("*.py")}  # see Tests._starters
+        names = {str(path): str(path.relative_to(self.root)) for path in beside}
+        reached = measured(list(items.values()), names, self.root)
         functions = live_functions({str(self.root / file) for file in files})
         tests = Tests(self.root, reached)
         for mutant in self.mutants:
@@ -205,8 +208,8 @@ class Tests:
     def of(self, mutant: Any) -> list[str]:
         """Return node ids: tests that reach the changed statement; if none does, those that reach its file at all.
 
-        The latter are for code that only other processes run, and for constants: there, the tests that reach a line
-        which names the constant come alone.
+        The latter are for constants: there, the tests that reach a line which names the constant come alone.  For code
+        that only other processes run, the tests that reach a file which starts these processes come, too.
         """
         source = (self.root / mutant.file).read_text()
         begin, end = statement_lines(source).get(mutant.begin[0], (mutant.begin[0], mutant.end[0]))
@@ -216,8 +219,9 @@ class Tests:
             named = [k for k, line in enumerate(body, 1) if re.search(rf"\b{match[1]}\b", line)]
             chosen = set().union(*(self.of_line[mutant.file, line] for line in named))
         if not chosen:
-            chosen = {node for node, one in self.reached.items() if any(file == mutant.file for file, _ in one.lines)}
-        if not chosen:  # code that only other processes run
+            files = {mutant.file} | self._starters(mutant.file)
+            chosen = {node for node, one in self.reached.items() if any(file in files for file, _ in one.lines)}
+        if not chosen:  # code that only other processes run, which the tests start
             chosen = set(self._naming(mutant.file))
         ordered = sorted(chosen, key=lambda node: self.reached[node].cpu / (1 + self.kills[node]))
         seconds, most = 0.0, list[str]()
@@ -226,6 +230,17 @@ class Tests:
             if seconds <= MOST_SECONDS or not most:
                 most.append(node)
         return most
+
+    def _starters(self, file: str) -> set[str]:
+        """Return the files of the folder that start processes and name a module, directly or through others."""
+        folder, found, new = Path(file).parent, set[str](), {Path(file).stem}
+        package = re.escape(".".join(folder.parts))
+        text = {path.stem: path.read_text() for path in (self.root / folder).glob("*.py")}
+        while new:
+            found |= new
+            named = rf"\b{package}(\.| import (.*, )?)({'|'.join(map(re.escape, found))})\b"
+            new = {stem for stem in text if re.search(named, text[stem])} - found
+        return {str(folder / f"{stem}.py") for stem in found if STARTS.search(text[stem])}
 
     def _naming(self, file: str) -> Iterator[str]:
         """Yield the tests in files that name a module."""

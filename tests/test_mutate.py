@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import mutate
+from tests.mutation import Reached, Tests
 
 SOURCE = '''"""Text with 1 number."""
 import logging
@@ -163,6 +164,36 @@ def test_killed_mutants_are_told_from_survivors(tmp_path: Path) -> None:
     found = {(key.split(": ")[1], outcome) for key, outcome in map(json.loads, lines)}
     assert found == set(OUTCOMES.items())
     assert (tmp_path / "code_under_test.py").read_text() == CODE
+
+
+def test_code_of_other_processes_is_tried_by_the_tests_that_start_them(tmp_path: Path) -> None:
+    """`inner` is run by `child`, which `caller` starts; so is `alone`, which a test calls, too."""
+    sources = {
+        "caller": "import subprocess, sys\ndef run():\n    subprocess.run([sys.executable, '-m', 'box.child'])\n",
+        "child": "from box import alone, inner\ndef main():\n    inner.work()\n    return alone\n",
+        "inner": "def work():\n    return 1\n",
+        "alone": "def work():\n    return 1\n\n\ndef unused():\n    return 2\n",
+        "other": "from box import child\n",
+    }
+    (tmp_path / "box").mkdir()
+    for name, source in sources.items():
+        (tmp_path / "box" / f"{name}.py").write_text(source)
+    (tmp_path / "test_it.py").write_text("")
+    lines = {"starts": ("caller", 3), "within": ("child", 4), "alone": ("alone", 2), "other": ("other", 1)}
+    reached = {
+        f"test_it.py::{test}": Reached(1.0, 1.0, frozenset({(f"box/{file}.py", line)}))
+        for test, (file, line) in lines.items()
+    }
+
+    def tests_of(name: str, line: int) -> set[str]:
+        mutant = mutate.Mutant(f"box/{name}.py", (line, 4), (line, 5), "", "")
+        return {node.partition("::")[2] for node in Tests(tmp_path, reached).of(mutant)}
+
+    assert tests_of("inner", 2) == {"starts"}
+    assert tests_of("child", 3) == {"starts", "within"}
+    assert tests_of("child", 4) == {"within"}
+    assert tests_of("alone", 6) == {"starts", "alone"}
+    assert tests_of("caller", 3) == {"starts"}
 
 
 @pytest.mark.starts

@@ -98,6 +98,8 @@ def test_a_bad_line_is_named_before_anything_is_judged(plugins: Path, tmp_path: 
         run("score", "--in", str(tmp_path / "in.jsonl"))
     with pytest.raises(DataError, match="cannot be read"):
         run("score", "--in", str(tmp_path / "absent.jsonl"))
+    with pytest.raises(DataError, match="out.jsonl: cannot be written: No such file"):
+        run("score", "--in", str(write(tmp_path / "in.jsonl", [good])), "--out", str(tmp_path / "none" / "out.jsonl"))
     source = write(tmp_path / "in.jsonl", [request_of("ecco", "1")])
     with pytest.raises(ConfigError, match="no reward plugin judges task 'ecco'; known: code, echo"):
         run("score", "--in", str(source))

@@ -293,20 +293,42 @@ def test_a_refused_request_costs_no_other_request_its_verdict(tmp_path: Path) ->
         assert (verdicts[7]["failure"], "HTTP 400" in verdicts[7]["detail"]) == ("infrastructure", True)
         assert server.posted == [64] + 64 * [1]  # the refusal of a single request is final
         assert client.stats.retries == client.stats.connection_failures == 0
+        assert client.stats.posts == 65
+        assert [(one.open_requests, one.posted) for one in client._endpoints.known()] == [(0, [])]
 
     with_client(tmp_path, steps)
 
 
-def test_bundles_of_long_requests_are_cut_by_their_size(tmp_path: Path) -> None:
+def test_a_server_that_cannot_be_reached_is_counted_and_named(tmp_path: Path) -> None:
+    async def steps(client: RewardClient) -> None:
+        server = StrictServer(tmp_path, 2**20)
+        async with server.running():
+            pass  # its endpoint file stays
+        verdict = await client.score(request_of("echo", "1", "x"), Deadline(0.15, "a verdict"))
+        assert (verdict["id"], verdict["score"], verdict["failure"]) == ("x", None, "infrastructure")
+        assert re.search(r"last: reward server http://127.0.0.1:\d+: Client\w+Error: ", verdict["detail"])
+        assert (client.stats.posts, client.stats.connection_failures) == (1, 1)
+        (server_again,) = client._endpoints.known()
+        assert (server_again.failures, server_again.open_requests, server_again.posted) == (1, 0, [])
+
+    with_client(tmp_path, steps)
+
+
+@pytest.mark.parametrize(
+    ("options", "bundles"), [(ClientOptions(batch_bytes=500_000), [2] * 5), (ClientOptions(batch_size=4), [4, 4, 2])]
+)
+def test_bundles_are_cut_by_their_size_in_bytes_and_requests(
+    options: ClientOptions, bundles: list[int], tmp_path: Path
+) -> None:
     async def steps(client: RewardClient) -> None:
         server = StrictServer(tmp_path, 2**20)
         requests = [request_of("echo", "x" * 200_000, str(at)) for at in range(10)]
         async with server.running():
             verdicts = await _all_scored(client, requests)
         assert [verdict["score"] for verdict in verdicts] == [1.0] * 10
-        assert server.posted == [2] * 5
+        assert sorted(server.posted, reverse=True) == bundles
 
-    with_client(tmp_path, steps, ClientOptions(batch_bytes=500_000))
+    with_client(tmp_path, steps, options)
 
 
 def test_a_request_that_is_too_long_for_the_server_ends_alone(tmp_path: Path) -> None:

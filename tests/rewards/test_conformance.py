@@ -1,5 +1,6 @@
 """The conformance kit: installed plugins pass; a plugin that is bad in one way fails that check and no other."""
 
+import dataclasses
 import json
 import os
 import re
@@ -263,6 +264,43 @@ def test_without_examples_it_says_what_could_not_be_checked(tested: Callable[...
     assert states["import"] == states["start"] == "passed"
     assert {state for check, state in states.items() if check not in ("import", "start")} == {"skipped"}
     assert "define examples()" in report["unicode"].text
+
+
+NO_WORKERS = {"import": [], "network": [], "truths": [], "failed": None}
+
+
+@pytest.mark.parametrize(
+    ("check", "more", "state", "text"),
+    [
+        (
+            "import",
+            {"probe": {**NO_WORKERS, "import": None, "failed": "it died"}},
+            "skipped",
+            "could not be tried: it died",
+        ),
+        ("start", {"failed": "no word list"}, "failed", "no word list"),
+        ("start", {"unfit": "no sandbox"}, "skipped", "no sandbox"),
+        ("form", {"failed": "no word list"}, "skipped", "no worker starts"),
+        ("truth", {}, "skipped", "the examples' truths have no fields"),
+        ("truth", {"probe": {**NO_WORKERS, "failed": "it died"}}, "skipped", "could not be tried: it died"),
+        ("determinism", {}, "skipped", "gave no verdict to compare"),
+        ("concurrency", {}, "skipped", "judged one at a time get different verdicts"),
+        ("network", {"probe": {**NO_WORKERS, "network": ["x", "y"]}}, "failed", "uses the network: x; y"),
+        ("network", {"probe": {**NO_WORKERS, "failed": "it died"}}, "skipped", "could not be tried: it died"),
+        ("network", {}, "passed", "no address looked up"),
+        ("unicode", {"examples": []}, "skipped", "the plugin has no examples"),
+        ("canaries", {"examples": []}, "passed", "the examples are the canaries"),
+    ],
+)
+def test_what_could_not_be_seen_is_not_passed(check: str, more: dict[str, Any], state: str, text: str) -> None:
+    plugin = discover().plugin("puzzles")
+    trial = conformance._Trial(plugin, list(plugin.examples()), [], [], NO_WORKERS)
+    outcome = conformance._outcome(dataclasses.replace(trial, **more), check)
+    assert (outcome.state, text in outcome.text, outcome.mend) == (
+        state,
+        True,
+        CHECKS[check] if state == "failed" else "",
+    )
 
 
 def test_a_plugin_that_ends_its_process_is_reported_and_not_believed(tested: Callable[..., str]) -> None:

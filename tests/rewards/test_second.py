@@ -1,5 +1,7 @@
 """Second verifiers: a real server with two plugins behind a real client, the responses of simulated engines."""
 
+import asyncio
+import contextlib
 import json
 import math
 import os
@@ -25,6 +27,7 @@ from nemo_prorl.rewards.second import (
     MOST_PER_STEP,
     RESPONSES_PER_SECOND,
     WAIT_S,
+    SecondVerdicts,
     SecondVerifiers,
     is_right,
 )
@@ -32,7 +35,7 @@ from nemo_prorl.rewards.service import plan_pools
 from nemo_prorl.rollout.groups import CollectedBatch
 from nemo_prorl.rollout.report import report_rollout
 from tests.report.made import make_run
-from tests.rewards.conftest import ROOT, StartServer
+from tests.rewards.conftest import ROOT, StartServer, request_of
 from tests.rollout.simulated import Simulated, collected, config, summary
 
 PLUGINS = '''
@@ -243,6 +246,45 @@ def test_a_step_asks_for_a_limited_number_of_second_verdicts() -> None:
 
     batches, _, _ = collected(Simulated(), Agrees(), config(**grpo), steps=2, second=second)
     assert [sum(batch.second.values()) for batch in batches] == [MOST_PER_STEP, MOST_PER_STEP]
+
+
+def test_a_step_waits_for_its_second_verdicts_but_not_after_an_error() -> None:
+    """The first verifier says 1 to all, the second to those whose number is even."""
+
+    def verdict(score: float | None, failure: str | None = None) -> Verdict:
+        return {"id": "x", "score": score, "correct": None, "parts": {}, "detail": "", "failure": failure}
+
+    class All(SecondVerifiers):
+        def chooses(self, number: int) -> bool:
+            return number != 1
+
+    asked: list[str] = []
+
+    async def score(request: dict[str, Any], deadline: object) -> Verdict:
+        await asyncio.sleep(0.01)
+        asked.append(request["task"])
+        number = int(request["response"])
+        return verdict(None, "infrastructure") if number == 9 else verdict(float(number % 2 == 0))
+
+    async def step(error: BaseException | None) -> SecondVerdicts:
+        seconds = SecondVerdicts(All(BOTH, ["a"], {}, seed=1), score, 5.0, first=100 - MOST_PER_STEP * 100)
+        with contextlib.suppress(KeyError):
+            async with seconds:
+                for number in (*range(12), 101):  # one that is not chosen, and one behind the step's last
+                    first = verdict(None if number == 3 else 1.0)
+                    seconds.offer(number, request_of("a", str(number)), first)
+                if error is not None:
+                    raise error
+        return seconds
+
+    found = asyncio.run(step(None))
+    assert set(asked) == {"again"}
+    assert found.counts == {"judged/a": 9, "disagreed/a": 3}
+    assert [one["response"] for one in found.disagreements] == ["5", "7", "11"][:KEPT_PER_STEP]
+    assert {
+        (one["second_task"], one["verdict"]["score"], one["second_verdict"]["score"]) for one in found.disagreements
+    } == {("again", 1.0, 0.0)}
+    assert asyncio.run(step(KeyError("x"))).counts == {}
 
 
 def test_right_is_what_the_plugin_calls_correct_or_else_a_full_score() -> None:

@@ -178,6 +178,9 @@ def test_a_body_up_to_the_limit_is_read_and_a_server_that_stops_takes_none(monke
     monkeypatch.setattr("nemo_prorl.rewards.server.MAX_REQUESTS", 2)
     for count, status in ((2, 200), (3, 400)):
         assert client.post("/v1/score", json=[request_of("echo", "1")] * count).status_code == status
+    for key, status in ((7, 200), ("7", 200), ([], 400), (1.5, 400)):
+        assert client.post("/v1/score", json=[{**request_of("echo", "1"), "key": key}]).status_code == status
+    assert client.get("/v1/health").status_code == 200
     app.draining = True
     health, refused = client.get("/v1/health"), client.post("/v1/score", json=[])
     assert (health.status_code, health.json()) == (503, {"status": "draining"})

@@ -3,12 +3,16 @@
 import errno
 import json
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +20,7 @@ import pytest
 from nemo_prorl.rewards.interface import Program
 from nemo_prorl.rewards.sandbox import client, confine, folders, kernel, levels, zygote
 from nemo_prorl.rewards.sandbox.client import ProcessSandbox, SandboxFailure
+from nemo_prorl.rewards.sandbox.runner import ProgramLimits
 
 pytestmark = pytest.mark.starts
 
@@ -248,6 +253,91 @@ def test_a_program_that_breaks_the_sandbox_twice_has_failed(monkeypatch: pytest.
     run = sandbox.run(Program("", "stdin", ("", "")), lambda *_: True)
     assert run.outputs == (None, None)
     assert run.details == ("the sandbox's process ended twice on this program",) * 2
+
+
+# --- the process that keeps the programs -----------------------------------------------------------------------------
+
+LIMITS = ProgramLimits(seconds=2.0, queued_s=5.0, memory_mb=1, output_mb=1, threads=1)
+
+
+@pytest.mark.parametrize(
+    ("passed_s", "cpu_s", "queued_s", "left_s", "why"),
+    [
+        (1.0, 1.0, None, 1.0, None),
+        (1.0, 0.0, None, 1.0, None),  # it sleeps, and has time for that
+        (2.0, 2.0, None, 0.0, "time"),
+        (2.05, 2.0, None, -0.05, "time"),  # too short an idle time to ask
+        (2.5, 1.0, 0.0, -0.5, "idle"),
+        (2.5, 1.0, 0.4, -0.1, "idle"),
+        (2.5, 1.0, 0.46, -0.04, "idle"),
+        (2.5, 2.25, 0.2, -0.3, "time"),  # mostly computing
+        (2.5, 1.0, 1.2, 0.7, None),
+        (2.5, 1.0, 9.0, 1.0, None),  # no more than it was idle
+        (7.5, 0.5, 7.0, -0.5, "starved"),
+    ],
+)
+def test_waiting_for_a_cpu_does_not_count_as_time_of_a_program(
+    passed_s: float,
+    cpu_s: float,
+    queued_s: float | None,
+    left_s: float,
+    why: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs, open(os.devnull) as null:
+        clock = zygote._Clock(theirs, os.getpid(), null.fileno(), 100.0, LIMITS)
+        assert time.clock_gettime(clock._cpu) == pytest.approx(time.process_time(), abs=1.0)
+        monkeypatch.setattr(zygote.time, "monotonic", lambda: 100.0 + passed_s)
+        monkeypatch.setattr(zygote.time, "clock_gettime", lambda _: cpu_s)
+        for _ in range(3 * (queued_s is not None)):
+            ours.send(json.dumps({"queued_s": queued_s}).encode())
+        assert clock.left_s() == pytest.approx(left_s)
+        assert bool(select.select([ours], [], [], 0)[0]) == (queued_s is not None)  # it asked
+        if why is not None:
+            assert clock.why_over() == why
+        if queued_s is not None:
+            assert clock.queued_s == min(queued_s, passed_s - cpu_s)
+            assert clock.used_s() == pytest.approx(passed_s - clock.queued_s)
+
+
+@pytest.mark.parametrize("why", [None, "caller", "time", "disk"])
+def test_a_child_is_waited_for_until_it_ends_or_reaches_a_limit(
+    why: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zygote, "InterpreterState", SimpleNamespace(now=lambda: None))  # it changes this process
+    child = subprocess.Popen(["sleep", "0" if why is None else "60"])
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pidfd = os.pidfd_open(child.pid)
+    plan = zygote.SandboxPlan("reduced", str(tmp_path), 1, 0, ())
+    limits = replace(LIMITS, seconds=0.1 if why == "time" else 60.0)
+    if why == "disk":
+        (tmp_path / "large").write_bytes(b"x" * (2 << 20))
+    if why == "caller":
+        ours.close()
+    clock = zygote._Clock(theirs, child.pid, pidfd, time.monotonic(), limits)
+    clock._update_queued = lambda: None  # type: ignore[method-assign]  # nobody answers
+    found = zygote._ChildServer(theirs, plan, str(tmp_path), None)._wait(pidfd, clock)
+    assert found in (("time", "idle") if why == "time" else (why,))
+    assert child.wait(20) == (0 if why is None else -signal.SIGKILL)
+    os.close(pidfd)
+    theirs.close()
+    ours.close()
+
+
+def test_files_are_counted_and_measured(tmp_path: Path) -> None:
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    (inner / "file").write_bytes(b"x" * 8192)
+    (tmp_path / "link").symlink_to("/usr")  # not followed
+    used = sum(path.lstat().st_blocks * 512 for path in (inner, inner / "file", tmp_path / "link"))
+    assert not zygote._exceeds_disk(str(tmp_path), used)
+    assert zygote._exceeds_disk(str(tmp_path), used - 1)
+    for number in range(4096 - 3):
+        os.mkfifo(tmp_path / str(number))
+    assert not zygote._exceeds_disk(str(tmp_path), 1 << 30)
+    os.mkfifo(tmp_path / "one more")
+    assert zygote._exceeds_disk(str(tmp_path), 1 << 30)
 
 
 # --- rights on files -------------------------------------------------------------------------------------------------

@@ -187,6 +187,29 @@ def test_a_body_up_to_the_limit_is_read_and_a_server_that_stops_takes_none(monke
     assert (refused.status_code, refused.json()) == (503, {"error": "the reward server is stopping"})
 
 
+def test_a_reply_has_the_form_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = TestClient(RewardApp(RewardService([], discover()), "secret", "mine").asgi)
+    assert {client.post(path, json=[]).status_code for path in ("/v1/score", "/v1/trace")} == {401}
+    assert client.get("/metrics").status_code == 401
+    client.headers["Authorization"] = "Bearer secret"
+    one, two = request_of("echo", "1", "a"), {**request_of("echo", "1", "b"), "key": 7}
+    verdict = client.post("/v1/score", json=one).json()
+    assert (verdict["id"], verdict["failure"]) == ("a", "infrastructure")
+    assert client.post("/v1/score", json=[one, two]).json() == [verdict, {**verdict, "id": "b"}]
+    streamed = client.post("/v1/score", json=[one, two], headers={"Accept": "application/x-ndjson"})
+    assert streamed.headers["Content-Type"].startswith("application/x-ndjson")
+    lines = sorted(map(json.loads, streamed.text.splitlines()), key=lambda line: str(line["id"]))
+    assert lines == [{**verdict, "key": None}, {**verdict, "id": "b", "key": 7}]
+    names = [line.split()[2] for line in client.get("/metrics").text.splitlines() if line.startswith("# TYPE")]
+    kinds = {"seconds", "verdicts_total", "workers_lost_total", "queued", "workers"}
+    assert set(names) >= {f"prorl_reward_{kind}" for kind in kinds}
+    assert client.post("/v1/trace", json={"record": True}).json()["others"] == []
+    assert client.post("/v1/trace", json={"record": False}).json()["spans"] == []
+    monkeypatch.setattr(RewardService, "room_for", lambda *_: False)
+    full = client.post("/v1/score", json=one)
+    assert (full.status_code, full.json(), full.headers["Retry-After"]) == (429, {"error": "the queue is full"}, "1")
+
+
 def test_a_token_file_is_read_and_one_that_others_can_read_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

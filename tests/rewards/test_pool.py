@@ -7,8 +7,10 @@ import random
 import re
 import resource
 import signal
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +18,10 @@ import pytest
 from nemo_prorl.data.prepare.gold import failures
 from nemo_prorl.data.records import PromptRecord
 from nemo_prorl.errors import RewardFailure
+from nemo_prorl.rewards import processes
 from nemo_prorl.rewards.discovery import discover
 from nemo_prorl.rewards.interface import RewardRequest, Verdict
-from nemo_prorl.rewards.pool import PluginPool, PoolSpec
+from nemo_prorl.rewards.pool import PluginPool, PoolSpec, WorkerGone, _Job, _Worker
 from nemo_prorl.rewards.service import RewardService, plan_pools
 from tests.rewards.conftest import is_alive, sharing_one_cpu
 from tests.rewards.conftest import request_of as json_of
@@ -124,6 +127,43 @@ def test_programs_in_the_sandbox_have_no_part_in_the_plugin_s_time(plugins: Path
     with_pool(steps, sandboxed=True)
     specs = plan_pools(discover(), ["code", "math"], 2, on_demand=True)
     assert {spec.plugin: spec.sandboxed for spec in specs} == {"code": True, "math": False}
+
+
+@pytest.mark.parametrize(
+    ("used", "queued_s", "stopped", "failure", "says"),
+    [
+        (0.985, 0.0, False, "timeout", "over the time budget of 0.05 s of CPU"),
+        (0.975, 0.0, False, "infrastructure", "for a busy CPU: the plugin waits for something else"),
+        (0.0, 0.09, False, "infrastructure", "waited 0.1 s for a busy CPU: the plugin waits for something else"),
+        (0.0, 0.2, False, "infrastructure", "waited 0.2 s for a busy CPU: the machine is too busy"),
+        (0.0, 0.2, True, "infrastructure", ": its process is stopped"),
+    ],
+)
+def test_a_late_worker_is_told_by_how_it_spent_its_time(
+    used: float, queued_s: float, stopped: bool, failure: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that never answers; what it used is counted from the begin of its request."""
+    cpu, queued = iter([7.0]), iter([3.0])
+    monkeypatch.setattr(processes, "cpu_s", lambda *_: next(cpu, 7.0 + 0.05 * used))
+    monkeypatch.setattr(processes, "queued_s", lambda _: next(queued, 3.0 + queued_s))
+    monkeypatch.setattr(processes, "is_stopped", lambda _: stopped)
+
+    async def main() -> WorkerGone:
+        ours, theirs = socket.socketpair()
+        process: Any = SimpleNamespace(pid=1, wait=asyncio.Event().wait)
+        with theirs:
+            worker = _Worker(process, *await asyncio.open_connection(sock=ours))
+            job = _Job(request_of("odd", "fine"), b"one request\n", asyncio.get_running_loop().create_future())
+            with pytest.raises(WorkerGone) as found:
+                await asyncio.wait_for(worker.judge(job, PoolSpec("odd", {}, 1, 0.05)), 20)
+            assert theirs.recv(100) == b"one request\n"
+            worker.ended.cancel()
+            worker._writer.close()
+        return found.value
+
+    gone = asyncio.run(main())
+    assert gone.failure == failure
+    assert says in str(gone)
 
 
 @pytest.mark.parametrize("how", ["sleep", "select"])

@@ -269,7 +269,8 @@ def test_a_step_waits_for_its_second_verdicts_but_not_after_an_error() -> None:
     async def step(error: BaseException | None) -> SecondVerdicts:
         seconds = SecondVerdicts(All(BOTH, ["a"], {}, seed=1), score, 5.0, first=100 - MOST_PER_STEP * 100)
         with contextlib.suppress(KeyError):
-            async with seconds:
+            async with seconds as entered:
+                assert entered is seconds
                 for number in (*range(12), 101):  # one that is not chosen, and one behind the step's last
                     first = verdict(None if number == 3 else 1.0)
                     seconds.offer(number, request_of("a", str(number)), first)

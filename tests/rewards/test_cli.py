@@ -71,6 +71,12 @@ def test_score_a_file_in_order(plugins: Path, tmp_path: Path, caplog: pytest.Log
     assert caplog.messages[-1] == "40 responses: 0 score 1, 1 score 0, 39 between"
 
 
+def test_each_line_leaves_at_once(tmp_path: Path) -> None:
+    with (tmp_path / "out").open("w") as out:
+        cli._write(out, "a line")
+        assert (tmp_path / "out").read_text() == "a line\n"
+
+
 def test_score_says_how_many_responses_have_no_score(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     (tmp_path / "mine.py").write_text("def score(prompt, response, truth):\n    return 1 / (response != 'zero')\n")

@@ -266,7 +266,7 @@ def test_without_examples_it_says_what_could_not_be_checked(tested: Callable[...
     assert "define examples()" in report["unicode"].text
 
 
-NO_WORKERS = {"import": [], "network": [], "truths": [], "failed": None}
+NO_WORKERS: dict[str, Any] = {"import": [], "network": [], "truths": [], "failed": None}
 
 
 @pytest.mark.parametrize(

@@ -236,6 +236,12 @@ def test_threads_are_limited_by_the_kernel_where_the_user_is_its_own(monkeypatch
     assert (sandbox._watches, sandbox._thread_limit()) == (True, 8 * client.THREADS + 100)
 
 
+def test_deleted_files_are_limited_by_the_descriptors_where_the_kernel_does_not_limit_the_disk() -> None:
+    assert ProcessSandbox("full")._descriptor_limit(13, 1) == 512
+    limited = ProcessSandbox("reduced")._descriptor_limit
+    assert [limited(13, 1), limited(13, 4), limited(13, 16), limited(500, 1)] == [272, 80, 48, 512]
+
+
 def test_a_program_that_breaks_the_sandbox_twice_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     broken: list[int] = []
 
@@ -288,8 +294,8 @@ def test_waiting_for_a_cpu_does_not_count_as_time_of_a_program(
     with ours, theirs, open(os.devnull) as null:
         clock = zygote._Clock(theirs, os.getpid(), null.fileno(), 100.0, LIMITS)
         assert time.clock_gettime(clock._cpu) == pytest.approx(time.process_time(), abs=1.0)
-        monkeypatch.setattr(zygote.time, "monotonic", lambda: 100.0 + passed_s)
-        monkeypatch.setattr(zygote.time, "clock_gettime", lambda _: cpu_s)
+        monkeypatch.setattr(time, "monotonic", lambda: 100.0 + passed_s)
+        monkeypatch.setattr(time, "clock_gettime", lambda _: cpu_s)
         for _ in range(3 * (queued_s is not None)):
             ours.send(json.dumps({"queued_s": queued_s}).encode())
         assert clock.left_s() == pytest.approx(left_s)
@@ -396,7 +402,12 @@ def test_landlock_gives_the_rights_that_a_program_needs(
 
 def test_a_ruleset_has_the_size_that_the_kernel_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(kernel, "_syscall", lambda *arguments: calls.append(arguments) or 7)
+
+    def record(*arguments: Any) -> int:
+        calls.append(arguments)
+        return 7
+
+    monkeypatch.setattr(kernel, "_syscall", record)
     for abi in range(1, 7):
         assert kernel.landlock_ruleset(1, 2, 3, abi) == 7
     words = (n.to_bytes(8, "little") for n in (1, 2, 3))

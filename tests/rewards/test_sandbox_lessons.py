@@ -1,5 +1,6 @@
 """What hostile programs, and honest ones that look odd, have taught about the sandbox, one by one."""
 
+import contextlib
 import errno
 import json
 import os
@@ -236,6 +237,26 @@ def test_threads_are_limited_by_the_kernel_where_the_user_is_its_own(monkeypatch
     assert (sandbox._watches, sandbox._thread_limit()) == (True, 8 * client.THREADS + 100)
 
 
+@pytest.mark.parametrize(
+    ("status", "killed", "trusted", "sound", "broken"),
+    [
+        (signal.SIGKILL, None, False, False, True),
+        (signal.SIGKILL, None, False, True, False),
+        (signal.SIGKILL, None, True, False, False),
+        (signal.SIGKILL, "time", False, False, False),
+        (signal.SIGSEGV, None, False, False, False),
+        (1 << 8, None, False, False, False),
+    ],
+)
+def test_a_kill_by_others_is_the_program_s_fault_where_a_known_program_runs(
+    status: int, killed: str | None, trusted: bool, sound: bool, broken: bool
+) -> None:
+    box: Any = SimpleNamespace(is_sound=lambda: sound)
+    run = client._ProgramRun(box, Program("", "stdin", ("",)), lambda *_: True, trusted)
+    with pytest.raises(client._Broken) if broken else contextlib.nullcontext():
+        run._raise_if_broken(client._Child(status, killed, 0.0, 0.0))
+
+
 def test_deleted_files_are_limited_by_the_descriptors_where_the_kernel_does_not_limit_the_disk() -> None:
     assert ProcessSandbox("full")._descriptor_limit(13, 1) == 512
     limited = ProcessSandbox("reduced")._descriptor_limit
@@ -400,7 +421,16 @@ def test_landlock_gives_the_rights_that_a_program_needs(
     }
 
 
-def test_a_ruleset_has_the_size_that_the_kernel_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_open_if_all_above_it_are(tmp_path: Path) -> None:
+    (tmp_path / "closed" / "inner").mkdir(parents=True)
+    (tmp_path / "closed").chmod(0o700)
+    assert confine._open_to_all("/")
+    assert confine._open_to_all("/usr/lib")
+    assert not confine._open_to_all(str(tmp_path / "closed"))
+    assert not confine._open_to_all(str(tmp_path / "closed" / "inner"))
+
+
+def test_calls_of_the_kernel_have_the_arguments_that_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
 
     def record(*arguments: Any) -> int:
@@ -414,6 +444,15 @@ def test_a_ruleset_has_the_size_that_the_kernel_knows(monkeypatch: pytest.Monkey
     packed = b"".join(words)
     sizes = [8, 8, 8, 16, 16, 24]
     assert calls == [("landlock_create_ruleset", 444, packed[:size], size, 0) for size in sizes]
+    calls.clear()
+    kernel.landlock_restrict(5)
+    kernel.close_all_but({0, 1, 2, 5, 9})
+    assert calls == [
+        ("landlock_restrict_self", 446, 5, 0),
+        ("close_range", 436, 3, 4, 0),
+        ("close_range", 436, 6, 8, 0),
+        ("close_range", 436, 10, (1 << 31) - 1, 0),
+    ]
 
     def refuse(*_: Any) -> int:
         raise OSError(errno.ENOSYS, "no Landlock")

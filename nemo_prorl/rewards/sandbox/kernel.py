@@ -83,7 +83,7 @@ def close_all_but(keep: set[int]) -> None:
     first = 0
     for fd in [*sorted(keep), 1 << 31]:
         if first < fd:
-            _syscall("close_range", _CLOSE_RANGE, first, min(fd - 1, 0xFFFFFFFF), 0)
+            _syscall("close_range", _CLOSE_RANGE, first, fd - 1, 0)
         first = fd + 1
 
 

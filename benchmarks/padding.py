@@ -3,11 +3,16 @@
     .venv/train/bin/python benchmarks/padding.py                    recorded lengths, and a synthetic long tail
     .venv/train/bin/python benchmarks/padding.py --run RUN          the lengths of a run's stored rollouts
     .venv/train/bin/python benchmarks/padding.py --time             also times the updates of the laptop's model
+    .venv/train/bin/python benchmarks/padding.py --shapes           counts shapes of micro-batches over 20 steps
 
 The long tail: 1,024 sequences of one update of cluster=h100_4x8 (32 data ranks), 200 tokens of prompt and a log-normal
 response, median 1,300 tokens, cut at a context of 8,192.  "slowest rank": largest number of positions of a data rank,
 divided by the mean of all.  Without micro_batch_tokens the ranks get sequences in turn, as in an earlier version; with
 it, all ranks get about the same number of tokens.
+
+--shapes simulates 20 steps with contexts of 8,192 and 16,384: 256 prompts x 16 responses of log-normal length, dealt to
+32 data ranks, log-probabilities and 4 updates.  A shape is a new (rows, width) of a pass without or with
+gradients; Transformer Engine's attention builds one graph for the first kind and two for the second.
 """
 
 import argparse
@@ -18,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +84,66 @@ def table(lengths: list[int], ranks: int, schemes: dict[str, Any]) -> Iterator[s
         )
 
 
+STEPS, RANKS, UPDATES, RESPONSES = 20, 32, 4, 4096
+LENGTHS = [(8192, 4700, 0.6), (8192, 1300, 0.9), (16384, 7600, 0.6), (16384, 2000, 0.9)]  # context, median, sigma
+
+
+def split_of_all(shares: Sequence[Sequence[int]], limits: Any) -> list[list[list[int]]]:
+    """Return the row numbers of each micro-batch of each rank; all ranks get the same number (`Actor._parts`)."""
+    from nemo_prorl.micro_batches import split_rows
+
+    found = [split_rows(lengths, limits) for lengths in shares]
+    most = max(map(len, found))
+    return [
+        parts if len(parts) == most else split_rows(x, limits, most) for x, parts in zip(shares, found, strict=True)
+    ]
+
+
+def counted_shapes(context: int, median: int, sigma: float, limits: Any) -> Iterator[str]:
+    """Yield one line for `STEPS` simulated steps: the shapes of the rank with most, and the padding of all ranks."""
+    from nemo_prorl.micro_batches import deal
+
+    generator, needed, positions = random.Random(1), 0, 0
+    shapes: list[set[tuple[bool, int, int]]] = [set() for _ in range(RANKS)]
+    before, counts = 0, [0, 0]  # micro-batches of log-probabilities and of updates, of one rank
+    for _ in range(STEPS):
+        before = max(map(len, shapes))
+        rows = [min(context, 200 + int(median * generator.lognormvariate(0, sigma))) for _ in range(RESPONSES)]
+        updates = [rows[k::UPDATES] for k in range(UPDATES)]
+        dealt = [[[part[row] for row in rank] for rank in deal(part, RANKS)] for part in updates]
+        passes = [(False, [list(chain(*(shares[rank] for shares in dealt))) for rank in range(RANKS)])]
+        passes += [(True, shares) for shares in dealt]
+        for with_gradients, shares in passes:
+            split = split_of_all(shares, limits)
+            counts[with_gradients] += len(split[0])
+            for seen, lengths, parts in zip(shapes, shares, split, strict=True):
+                for part in parts:
+                    width = limits.padded(max((lengths[row] for row in part), default=1))
+                    seen.add((with_gradients, max(1, len(part)), width))
+                    needed, positions = needed + sum(lengths[row] for row in part), positions + len(part) * width
+    most = max(shapes, key=len)
+    kinds = [sum(kind is with_gradients for kind, _, _ in most) for with_gradients in (False, True)]
+    yield (
+        f"{context:7,d} {median:7,d} {sigma:5.1f} {limits.multiple_of:9d} {counts[0] / STEPS:10.1f} +"
+        f"{counts[1] / STEPS:6.1f} {kinds[0]:11d} +{kinds[1]:5d} ={sum(kinds):5d} {len(most) - before:7d}"
+        f" {100 * (1 - needed / positions):8.2f} %"
+    )
+
+
+def shapes_of_stages() -> Iterator[str]:
+    """Yield a table: what the multiple of the width changes in micro-batches, shapes and padding."""
+    from nemo_prorl.micro_batches import Limits
+
+    yield f"{'responses':>21s} {'':9s} {'micro-batches':>18s} {'shapes':>22s} {'new in':>8s}"
+    yield (
+        f"{'context':>7s} {'median':>7s} {'sigma':>5s} {'multiple':>9s} {'without + with gr.':>18s}"
+        f" {'without + with = all':>22s} {'step 20':>8s} {'padding':>10s}"
+    )
+    for context, median, sigma in LENGTHS:
+        for multiple in (1, 64, 128, 256, 512, 1024):
+            yield from counted_shapes(context, median, sigma, Limits(64, 16384, multiple))
+
+
 def timed(lengths: list[int], schemes: dict[str, Any], rounds: int) -> Iterator[str]:
     """Yield a line for each scheme: median seconds of an update and of log-probabilities of the laptop's actor."""
     import torch
@@ -126,8 +192,13 @@ def main() -> None:
         "--rows", type=int, metavar="N", default=192, help="last N stored responses of the run; default: 192"
     )
     parser.add_argument("--time", action="store_true")
+    parser.add_argument("--shapes", action="store_true", help="count shapes of micro-batches only")
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
+    if args.shapes:
+        say([describe(), "", f"{STEPS} steps of {RESPONSES:,} responses on {RANKS} data ranks, {UPDATES} updates each"])
+        say(shapes_of_stages())
+        return
     lengths = lengths_of_run(args.run, args.rows) if args.run else json.loads(RECORDED.read_text())
     if args.write:
         args.write.write_text(json.dumps(lengths) + "\n")

@@ -295,7 +295,7 @@ class RolloutConfig:
         may_change=True,
     )
     device_memory_gb: float | None = key(
-        None, "GB (10^9 bytes) per GPU; null: as nvidia-smi reports", above=0, may_change=True
+        None, "GB (10^9 bytes) per GPU; null: as CUDA reports", above=0, may_change=True
     )
     eager: bool = key(False, "run without CUDA graphs", may_change=True)
     sleep: int | None = key(

@@ -14,8 +14,8 @@ class Limits:
     """The limits of a micro-batch.
 
     rows: maximum number of responses.  tokens: maximum number of positions, padding included; a single longer response
-    is still allowed; None: only `rows` limits.  multiple_of: divisor of the padded length (for sequence parallelism and
-    FP8).  packed: responses are concatenated, so only their total length is padded to a multiple.
+    is still allowed; None: only `rows` limits.  multiple_of: divisor of the padded length (sizing/widths.py).  packed:
+    responses are concatenated, so only their total length is padded to a multiple.
     """
 
     rows: int

@@ -352,3 +352,4 @@ def report_update(metrics: Metrics, sums: dict[str, float]) -> None:
         metrics.put(f"policy/{key}", sums[key])
     metrics.put("policy/max_grad_norm", sums["grad_norm"])
     metrics.put("policy/padding", sums["padding"] / sums["positions"], weight=sums["positions"])
+    metrics.put("system/max_shapes", sums["max_shapes"])

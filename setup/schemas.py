@@ -66,7 +66,7 @@ METRICS = (
     "time/(publish|rollout|logprobs|advantages|updates|ahead|ahead/engines_wait_s|validate|step)",
     "time/rollout/(engine_s|reward_open_s|reward_wait_s|sleep_s|tokens_per_s|responses|tail_s|tail_responses|idle_s"
     "|lost_s)",
-    "system/((rank|engine|rewards|supervisor|free|shm|run_dir)_gb|open_files|threads|engine_kv_cache_peak)",
+    "system/((rank|engine|rewards|supervisor|free|shm|run_dir)_gb|open_files|threads|max_shapes|engine_kv_cache_peak)",
 )
 
 

@@ -91,7 +91,7 @@ def _loss(cfg: DictConfig, _: Path) -> Any:
         value.backward()
         assert logp_BT.grad is not None
         found.append((denominator, value.item(), logp_BT.grad.tolist()))
-        others = {"grad_norm": 1.0, "padding": 0.0, "positions": 1.0}
+        others = {"grad_norm": 1.0, "padding": 0.0, "positions": 1.0, "max_shapes": 1.0}
         return {**{name: float(one) for name, one in sums.items()}, **others}
 
     policy = SimpleNamespace(data_ranks=SimpleNamespace(sum=float), update=run)

@@ -340,7 +340,7 @@ def metrics_line() -> dict[str, Any]:
     gap = {key: float(v) for key, v in reference_gap(logp_BT, logp_BT, batch.mask_BT).items()}
     _, corrected = rollout_correction(logp_BT, batch.engine_logp_BT, batch.mask_BT, GRPOConfig().correction)
     _, sums = policy_loss(logp_BT, None, batch, 4.0, GRPOConfig())
-    whole = {"grad_norm": 1.0, "positions": 8.0, "padding": 0.0}
+    whole = {"grad_norm": 1.0, "positions": 8.0, "padding": 0.0, "max_shapes": 2.0}
     report_update(metrics, {**{k: float(v) for k, v in sums.items()}, **whole})
     by_task = sums_by_task(logp_BT, logp_BT, -logp_BT, batch.mask_BT, torch.tensor([0, 0]), ["math"])
     for key, value in means_by_task({k: float(v) for k, v in by_task.items()}, ["math"]).items():

@@ -278,7 +278,7 @@ def judge_gpus(gpus: Sequence[Gpu], wanted: int, needed_bytes: float | None, wor
     if needed_bytes is not None and least < needed_bytes:
         text = f"a GPU has {least / 1e9:.1f} GB of memory; rollout.device_memory_gb={needed_bytes / 1e9:g}"
         cure = (
-            f"set rollout.device_memory_gb={int(least / 1e9)}; doctor then names what does not fit and how to change it"
+            f"set rollout.device_memory_gb={_usable(least)}; doctor then names what does not fit and how to change it"
         )
         yield Check("gpus", "fail", text, cure)
     elif needed_bytes is not None and least > 1.1 * needed_bytes:
@@ -286,10 +286,15 @@ def judge_gpus(gpus: Sequence[Gpu], wanted: int, needed_bytes: float | None, wor
             f"each GPU has {least / 1e9:.1f} GB of memory; the plan uses only"
             f" rollout.device_memory_gb={needed_bytes / 1e9:g}"
         )
-        yield Check("gpus", "warn", text, f"set rollout.device_memory_gb={int(least / 1e9)} for a larger KV cache")
+        yield Check("gpus", "warn", text, f"set rollout.device_memory_gb={_usable(least)} for a larger KV cache")
     if busy := [f"{index}: {gb(gpu.used)}" for index, gpu in enumerate(gpus) if gpu.used > IDLE_BYTES]:
         cure = "end the processes that nvidia-smi lists, or exclude these GPUs with CUDA_VISIBLE_DEVICES"
         yield Check("gpus", "warn", f"other programs use memory of GPUs ({', '.join(busy)})", cure)
+
+
+def _usable(size: int) -> int:
+    """Return the GB that CUDA gives of a GPU with `size` bytes by nvidia-smi, which counts 0.6 GB of the driver."""
+    return int((size - 6e8) / 1e9)
 
 
 def judge_capability(gpus: Sequence[Gpu], fp8: str | None, bf16: bool) -> Check:

@@ -26,6 +26,8 @@ from nemo_prorl.sizing.memory import (
     micro_batch_tokens,
     micro_batch_words,
 )
+from nemo_prorl.sizing.phases import phase_bytes
+from nemo_prorl.sizing.widths import most_shapes, width_multiple
 
 
 def plan(cfg: DictConfig, chain: Chain, lengths: str = "not checked") -> str:
@@ -75,6 +77,7 @@ def run_rows(cfg: DictConfig, lengths: str = "not checked") -> dict[str, str]:
         "steps": str(grpo.max_steps),
         "a step": f"{grpo.prompts_per_step} prompts x {grpo.samples_per_prompt} = {responses} responses,"
         f" {grpo.updates_per_step} updates of {responses // grpo.updates_per_step}, lr {model.optim.lr:g}",
+        "micro-batches": _micro_batches(cfg),
         "context": f"{grpo.context_tokens} tokens, temperature {grpo.temperature:g}",
         "loss": f"{grpo.advantage}, {grpo.aggregation}, clip {grpo.clip_low:g}/{grpo.clip_high:g},"
         f" KL {grpo.kl_coef:g} ({grpo.kl_estimator}), correction {grpo.correction.kind}",
@@ -94,6 +97,15 @@ def run_rows(cfg: DictConfig, lengths: str = "not checked") -> dict[str, str]:
         "prompt lengths": lengths,
         **_functions(cfg),
     }
+
+
+def _micro_batches(cfg: DictConfig) -> str:
+    """Return the limits of a micro-batch in words and, where Transformer Engine pads widths, the number of shapes."""
+    text = f"at most {cfg.model.micro_batch_size} responses and {micro_batch_tokens(cfg):,} tokens"
+    if cfg.model.get("packed_sequences"):
+        return f"{text}, packed"
+    shapes = most_shapes(cfg.model, cfg.trainer.grpo.context_tokens)
+    return f"{text}, padded to a multiple of {width_multiple(cfg.model)}: at most {shapes:,} shapes"
 
 
 def _functions(cfg: DictConfig) -> dict[str, str]:
@@ -247,6 +259,7 @@ def _memory(cfg: DictConfig, chain: Chain) -> dict[str, str]:
         f" {_bytes(m.kv_sequence)} KV cache per full sequence",
         "  KV cache": f"{left} ({kv_source})" if room is not None else left,
         "  engine's sleep": _sleep(cfg, m, size),
+        **({"  by phase": _phases(m)} if m.engines_sleep else {}),
         "  reserve": f"{_bytes(m.reserve)}, "
         + (
             "assumed: " + ", ".join(f"{name} {_bytes(part)}" for name, part in RESERVE_PARTS.items())
@@ -258,6 +271,11 @@ def _memory(cfg: DictConfig, chain: Chain) -> dict[str, str]:
         "disk": f"{_bytes(m.checkpoint)} per checkpoint, {_bytes(m.checkpoints)} for all kept and being written"
         + (f", limited to {budget:g} GB" if budget is not None else ""),
     }
+
+
+def _phases(m: Memory) -> str:
+    texts = [f"{phase} {_bytes(number)}" for phase, number in phase_bytes(m).items()]
+    return ", ".join(texts) + ("; KV cache of one sequence" if m.kv_configured is None else "")
 
 
 def _sleep(cfg: DictConfig, m: Memory, size: float | None) -> str:

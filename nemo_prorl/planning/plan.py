@@ -21,6 +21,7 @@ from nemo_prorl.planning.replay import read_lines
 from nemo_prorl.sizing.devices import node_devices
 from nemo_prorl.sizing.memory import Memory, device_bytes, vocabulary
 from nemo_prorl.sizing.memory_check import check_memory
+from nemo_prorl.sizing.phases import phase_bytes
 
 PAPER_GPU_HOURS = 16_000  # GPU hours of the whole chain, on 4 x 8 H100 with 80 GB (arXiv 2507.12507)
 GROUP = "stage"
@@ -119,7 +120,12 @@ class Chain:
                 "source": "arXiv 2507.12507, 4 x 8 H100 80 GB; no forecast of this run",
             },
             "vocabulary": {"rows": self.vocabulary[0], "source": self.vocabulary[1]},
-            "memory": {**self.memory.numbers(), **room, "device_bytes": self.device_bytes},
+            "memory": {
+                **self.memory.numbers(),
+                **room,
+                "device_bytes": self.device_bytes,
+                "phases": phase_bytes(self.memory),
+            },
             "note": self.note,
         }
 

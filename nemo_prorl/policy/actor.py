@@ -35,6 +35,7 @@ from nemo_prorl.policy.data_ranks import DataRanks, merge_sums
 from nemo_prorl.policy.packing import PackedBatch
 from nemo_prorl.policy.weights import Shape, sha256_of
 from nemo_prorl.policy.whole_weights import WholeWeights
+from nemo_prorl.sizing.widths import width_multiple
 
 _log = logging.getLogger(__name__)
 
@@ -46,9 +47,6 @@ LossFunction = Callable[[Tensor, Tensor | None, Batch, float], tuple[Tensor, dic
 
 def _last_hidden_states(hidden_SBH: Tensor, weight: Tensor | None = None, **_: object) -> tuple[Tensor, None]:
     return hidden_SBH, None
-
-
-_FP8_ROWS = 16  # on every rank, the number of rows in an FP8 matrix product must be a multiple of 16
 
 
 class ActorModel(NLPAdapterModelMixin, MegatronGPTModel):
@@ -95,10 +93,9 @@ class Actor:
         self._float32_head = float32_head
         self.hf_config = hf_config
         self.shape = Shape.of(hf_config, int(model.cfg.override_vocab_size))
-        multiple = int(model.cfg.tensor_model_parallel_size) if model.cfg.sequence_parallel else 1
-        multiple *= _FP8_ROWS if model.cfg.get("fp8") else 1
-        packed = bool(model.cfg.get("packed_sequences"))
-        self.limits = Limits(int(model.cfg.micro_batch_size), model.cfg.get("micro_batch_tokens"), multiple, packed)
+        rows, tokens = int(model.cfg.micro_batch_size), model.cfg.get("micro_batch_tokens")
+        self.limits = Limits(rows, tokens, width_multiple(model.cfg), bool(model.cfg.get("packed_sequences")))
+        self._shapes: set[tuple[bool, torch.Size]] = set()  # (forward only, shape) of each micro-batch so far
         self._share_prompts = not model.cfg.get("transformer_engine")  # only CausalAttention handles shared prompts
         self.data_ranks = DataRanks(self._device())
         self.whole_weights = WholeWeights(self.module, self.shape)
@@ -202,8 +199,13 @@ class Actor:
         return batch, PackedBatch.of(batch, self.limits.multiple_of, self._share_prompts)
 
     def _run(self, parts: Sequence[tuple[Tensor, _Micro]], finish: _Finish, forward_only: bool) -> list:
-        """Run Megatron's schedule; return the result of `finish` per micro-batch, or [] except on the last stage."""
+        """Run Megatron's schedule; return the result of `finish` per micro-batch, or [] except on the last stage.
+
+        `self._shapes` gets the micro-batches' shapes.  Transformer Engine builds attention graphs for each of them.
+        """
         first = parts[0][1][0].tokens_BT
+        inputs = [batch.tokens_BT if packed is None else packed.tokens_1N for _, (batch, packed) in parts]
+        self._shapes |= {(forward_only, tokens.shape) for tokens in inputs}
         set_sync_funcs(self.model, forward_only=forward_only)
         outputs: list = get_forward_backward_func()(
             forward_step_func=partial(self._forward_step, finish),
@@ -278,9 +280,9 @@ class Actor:
             denominator: number by which `loss` divides, such as the number of response tokens of all data ranks.
 
         Returns:
-            The sums that `loss` reports, added over all data ranks, and three more numbers: `loss`, `positions`
-            (number of token positions that went through the model) and `padding` (number of these positions that
-            belong to no sequence).
+            The sums that `loss` reports, added over all data ranks, and four more numbers: `loss`, `positions`
+            (number of token positions that went through the model), `padding` (number of these positions that
+            belong to no sequence) and `max_shapes` (number of shapes of micro-batches so far, on the rank with most).
         """
         parts = self._parts(batch)
         scale = len(parts) * self.data_ranks.size
@@ -300,7 +302,8 @@ class Actor:
             source = parallel_state.get_pipeline_model_parallel_last_rank()
             dist.broadcast_object_list(box, source, group=parallel_state.get_pipeline_model_parallel_group())
             sums = box[0]
-        return self.data_ranks.reduce_sums({**sums, **_count_positions(parts)})
+        counts = _count_positions(parts) | {"max_shapes": float(len(self._shapes))}
+        return self.data_ranks.reduce_sums(sums | counts)
 
     def update(
         self,

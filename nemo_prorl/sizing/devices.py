@@ -1,8 +1,8 @@
 """The number of GPUs that a run uses, and their size."""
 
 import functools
-import shutil
 import subprocess
+import sys
 
 from omegaconf import DictConfig
 
@@ -23,15 +23,27 @@ def devices_words(cfg: DictConfig) -> str:
     return f"trainer.devices={cfg.trainer.devices}" + (f" + {own} of rollout.own_devices" if own else "")
 
 
+_CUDA = """
+import ctypes
+cuda, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0)
+failed = cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count))
+for index in range(0 if failed else count.value):
+    device, size = ctypes.c_int(0), ctypes.c_size_t(0)
+    if not cuda.cuDeviceGet(ctypes.byref(device), index) and not cuda.cuDeviceTotalMem_v2(ctypes.byref(size), device):
+        print(size.value)
+"""
+
+
 @functools.cache
 def smallest_gpu_bytes() -> int | None:
-    """Return the memory of this machine's smallest GPU according to nvidia-smi; None if it reports no GPU."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    """Return the memory of the smallest visible GPU of this machine according to CUDA; None if it reports no GPU.
+
+    nvidia-smi reports more: memory that the driver keeps for itself.  CUDA is asked in another process, because one
+    that has initialised CUDA cannot fork ranks; without a context, because awake engines leave no room for it.
+    """
+    command = [sys.executable, "-c", _CUDA]
     try:
-        words = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout.split()
+        words = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout.split()
     except (OSError, subprocess.TimeoutExpired):
         return None
-    sizes = [int(word) for word in words if word.isdigit()]
-    return min(sizes) << 20 if sizes else None
+    return min(map(int, words), default=None)

@@ -23,13 +23,15 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.sizing.devices import smallest_gpu_bytes
+from nemo_prorl.sizing.phases import ASLEEP, AWAKE, PHASES, RESETTING, SAVING, phase_bytes
+from nemo_prorl.sizing.widths import widest
 
 GB = 1e9
 FLOAT32 = 4
 # Bytes on a GPU beside all other parts: assumed, not measured.  An engine's context and graphs stay while it sleeps.
 RESERVE_PARTS = {
     "two CUDA contexts": 12 * 10**8,
-    "NCCL": 9 * 10**8,
+    "NCCL": 20 * 10**8,  # communicators of all ranks, of the data ranks, and of these with context parallelism
     "CUDA graphs": 15 * 10**8,
     "workspaces of cuBLAS and Transformer Engine": 9 * 10**8,
     "fragmentation": 20 * 10**8,
@@ -39,6 +41,7 @@ RESERVE = sum(RESERVE_PARTS.values())
 # malloc keeps; measured by benchmarks/half_billion.py.
 CPU_RESERVE = 5 * 10**9
 PUBLISHED_VERSIONS = 2  # versions of the weights in /dev/shm at a time (rollout.publication)
+PIECE = 1 << 24  # elements that tensor or pipeline ranks exchange at a time, for tensors of the whole model
 # (layers, hidden size, ffn size): (rows of the embedding, model), used if no model folder is given.
 KNOWN_VOCABULARIES = {(28, 1536, 8960): (151_936, "DeepSeek-R1-Distill-Qwen-1.5B")}
 MADE_VOCABULARY = 576  # largest vocabulary of a tokenizer made for the data (data/laptop/model.py)
@@ -123,6 +126,7 @@ class Memory:
     logits_backward: int
     trainer_peak: int  # largest use by the trainer at a time
     trainer_resident: int  # weights, gradients and optimizer, which stay while engines generate
+    gathered: int  # pieces of weights that tensor and pipeline ranks exchange to put whole tensors together
     engine_weights: int
     engine_work: int
     kv_sequence: int  # KV cache of one sequence that fills the context
@@ -130,7 +134,7 @@ class Memory:
     engines_sleep: bool  # rollout.sleep: engines sleep while the trainer works
     engines_apart: bool  # rollout.own_devices: engines have separate GPUs
     reserve: int  # assumed sum of the uses that no other field counts (RESERVE_PARTS)
-    reference_host: int  # host memory per node: the reference policy of its ranks
+    reference_host: int  # host memory per node: the reference policy of its ranks, page-locked beside GPUs
     snapshot_host: int  # host memory per node while a checkpoint is written: the copy from which it is written
     published: int  # in /dev/shm of a node: the published weights for the engines, PUBLISHED_VERSIONS versions
     checkpoint: int  # size of a checkpoint on disk
@@ -139,24 +143,19 @@ class Memory:
     @property
     def needed(self) -> int:
         """Return the bytes that a GPU must have for trainer, engine, KV cache (one sequence at least) and reserve."""
-        return max(self.while_training, self.while_generating)
+        return max(phase_bytes(self).values())
 
     @property
     def while_generating(self) -> int:
-        kv = self.kv_sequence if self.kv_configured is None else self.kv_configured
-        return self._beside_engines + self.engine_weights + self.engine_work + kv + self.reserve
+        """Return the largest sum of a phase in which the engine has its KV cache."""
+        sums = phase_bytes(self)
+        engine = (AWAKE, SAVING, RESETTING) if self.engines_sleep or self.engines_apart else PHASES
+        return max(sums[phase] for phase in engine)
 
     @property
     def while_training(self) -> int:
-        """Return the sum of the trainer's bytes and the reserve; a sleeping engine's context is in the reserve."""
-        return self.trainer_peak + self.reserve
-
-    @property
-    def _beside_engines(self) -> int:
-        """Return the trainer's bytes on an engine's GPU while the engine is awake."""
-        if self.engines_apart:
-            return 0
-        return self.trainer_resident if self.engines_sleep else self.trainer_peak
+        """Return the sum while the trainer works; a sleeping engine's context is in the reserve."""
+        return phase_bytes(self)[ASLEEP]
 
     def kv_room(self, device_bytes: float | None) -> int | None:
         """Return the bytes of the KV cache: as configured, otherwise all that the device has left; None if unknown."""
@@ -222,14 +221,27 @@ def is_small(cfg: DictConfig) -> bool:
 
 
 def rank_parameters(shape: ModelShape, layout: Layout) -> int:
-    """Count the parameters of the rank that has the most parameters.
+    """Count the parameters of the rank that has the most parameters."""
+    return sum(rank_tensors(shape, layout))
+
+
+def rank_tensors(shape: ModelShape, layout: Layout) -> list[int]:
+    """Return the number of elements of each parameter of the rank that has the most.
 
     The first pipeline stage has the embedding; the last stage has the output layer (tied: a copy of the embedding).
     """
+    qkv = shape.queries + 2 * shape.kv
+    cut = [qkv * shape.hidden, shape.queries * shape.hidden, 2 * shape.ffn * shape.hidden, shape.ffn * shape.hidden]
+    cut += [qkv] if shape.qkv_bias else []
     words = -(-shape.padded_vocab // layout.tp) * shape.hidden
-    both_ends = layout.pp == 1 and not shape.tied
-    layers = shape.layers // layout.pp * layer_parameters(shape, layout.tp)
-    return layers + shape.hidden + words * (2 if both_ends else 1)
+    ends = 2 if layout.pp == 1 and not shape.tied else 1
+    layer = [count // layout.tp for count in cut] + [shape.hidden] * 2
+    return shape.layers // layout.pp * layer + [shape.hidden] + ends * [words]
+
+
+def _page_locked(size: int) -> int:
+    """Return the bytes that PyTorch takes for a page-locked tensor: a power of two."""
+    return 1 << (size - 1).bit_length()
 
 
 def weight_bytes(cfg: DictConfig) -> int:
@@ -293,12 +305,13 @@ def stage_activations(cfg: DictConfig, shape: ModelShape, layout: Layout, tokens
 
 
 def micro_batch_tokens(cfg: DictConfig) -> int:
-    """Return the tokens of the largest micro-batch: rows of full context length, at most model.micro_batch_tokens."""
-    rows, budget = (
-        cfg.model.micro_batch_size * cfg.trainer.grpo.context_tokens,
-        _optional(cfg.model, "micro_batch_tokens"),
-    )
-    return int(rows if budget is None else min(rows, budget))
+    """Return the tokens of the largest micro-batch: rows of full context length, at most model.micro_batch_tokens.
+
+    A single row that is wider than this budget, because of its padding, is a micro-batch of its own.
+    """
+    width, budget = widest(cfg.model, cfg.trainer.grpo.context_tokens), _optional(cfg.model, "micro_batch_tokens")
+    rows = cfg.model.micro_batch_size * width
+    return int(rows if budget is None else max(width, min(rows, budget)))
 
 
 def logits_bytes(cfg: DictConfig, shape: ModelShape, layout: Layout, tokens: int) -> tuple[int, int]:
@@ -327,8 +340,8 @@ def memory_of(cfg: DictConfig, vocab: int | None = None) -> Memory:
     Every rank has the weights in use and their gradients (in NeMo's grad_sync_dtype, usually float32).  Two float32
     moments, and for 16-bit weights a float32 master, are spread over data-parallel ranks (Megatron's distributed
     optimizer).  With FP8, Transformer Engine keeps two more copies of each layer's weights, one byte per weight: plain
-    and transposed.  The reference policy stays in host memory; while it is in use, a copy is on the GPU beside the
-    policy's weights (`policy.actor`).
+    and transposed.  The reference policy stays in page-locked host memory; while it is in use, its weights are beside
+    the policy's on the GPU (`device.exchanged`).
 
     A checkpoint has the weights of policy and reference, float32 master weights and moments.  Before a checkpoint is
     written, the ranks copy their tensors to host memory, and rank 0 also copies the whole weights
@@ -362,6 +375,7 @@ def memory_of(cfg: DictConfig, vocab: int | None = None) -> Memory:
     cpu = cfg.trainer.accelerator == "cpu"
     swap = 0 if cpu else weights
     reference = swap + max(forward, work) + ends
+    host = weights if cpu else sum(_page_locked(size * count) for count in rank_tensors(shape, layout))
     copied = not cpu or grpo.async_checkpoints
     checkpoint = parameters(shape, padded=True) * (2 * size + 3 * FLOAT32)
     return Memory(
@@ -377,12 +391,13 @@ def memory_of(cfg: DictConfig, vocab: int | None = None) -> Memory:
         logits_backward=backward,
         trainer_peak=resident + fp8_weights + max(updates, reference),
         trainer_resident=resident,
+        gathered=0 if cpu or layout.tp * layout.pp == 1 else (layout.tp + 2) * PIECE * size,
         **_engine(cfg, shape),
         reserve=CPU_RESERVE if cpu else RESERVE,
-        reference_host=weights * cfg.trainer.devices,
+        reference_host=host * cfg.trainer.devices,
         # The ranks of a model copy the weights once, each rank its optimizer part, rank 0 all weights to hash them.
         snapshot_host=(
-            weights * min(layout.tp * layout.pp, cfg.trainer.devices)
+            host * min(layout.tp * layout.pp, cfg.trainer.devices)
             + optimizer * cfg.trainer.devices
             + parameters(shape) * size
         )
@@ -433,9 +448,9 @@ def micro_batch_words(cfg: DictConfig) -> str:
 
 
 def device_bytes(cfg: DictConfig) -> float | None:
-    """Return a GPU's bytes: `rollout.device_memory_gb`, or if null the value of nvidia-smi on this machine.
+    """Return a GPU's bytes: `rollout.device_memory_gb`, or if null what CUDA reports on this machine.
 
-    None on a CPU, or if nvidia-smi reports nothing.
+    None on a CPU, or if CUDA reports no GPU.
     """
     if cfg.trainer.accelerator == "cpu":
         return None
@@ -444,9 +459,9 @@ def device_bytes(cfg: DictConfig) -> float | None:
 
 
 def device_source(cfg: DictConfig) -> str:
-    """Return the source of the number in `device_bytes`, as text: nvidia-smi, or a key with its value."""
+    """Return the source of the number in `device_bytes`, as text: CUDA, or a key with its value."""
     gigabytes = OmegaConf.select(cfg, "rollout.device_memory_gb")
-    return "nvidia-smi" if gigabytes is None else f"rollout.device_memory_gb={gigabytes:g}"
+    return "CUDA" if gigabytes is None else f"rollout.device_memory_gb={gigabytes:g}"
 
 
 def _optional(node: DictConfig, key: str) -> Any:

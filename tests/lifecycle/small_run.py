@@ -146,6 +146,7 @@ class SmallPolicy:
             "grad_norm": norm,
             "positions": float(batch.tokens_BT.numel()),
             "padding": 0.0,
+            "max_shapes": 1.0,
         }
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:

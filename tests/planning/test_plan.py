@@ -199,12 +199,13 @@ def test_a_plan_is_a_what_if_beside_a_run(tmp_path: Path, caplog: pytest.LogCapt
 
 def test_a_stage_that_does_not_fit_the_device_is_refused() -> None:
     two_rows = [*H100, "model.micro_batch_size=2", "model.micro_batch_tokens=null"]
-    with pytest.raises(ConfigError, match=r"run8 of the same chain: model.micro_batch_size=2 .* 85,000,000,000"):
+    with pytest.raises(ConfigError, match=r"run8 of the same chain: model.micro_batch_size=2 .* 84,000,000,000"):
         chain_of([*two_rows, "stage=run1"])
     chain = chain_of([*H100, "stage=run1"])
     assert chain.stages[7].memory_needed > chain.stages[0].memory_needed
     text = overview.plan(settings.load([*H100, "stage=run1"]), chain)
-    assert "of 85.0 GB (rollout.device_memory_gb=85)" in text
+    assert "of 84.0 GB (rollout.device_memory_gb=84)" in text
+    assert "padded to a multiple of 256: at most " in text
     assert "sequences of 8192 tokens for each engine (what is left)" in text
     assert "1310.3 million parameters without the vocabulary" in text  # of 1,777,088,000
 
@@ -234,11 +235,13 @@ def test_the_page_on_gpus_shows_what_it_prints(capsys: pytest.CaptureFixture[str
     command = re.search(r"^prorl (plan cluster=h100_4x8 .*)$", page, re.MULTILINE)
     assert command is not None
     shown = [
-        line for line in page.splitlines() if line.startswith(("  trainer at most", "  KV cache", "  engine's sleep"))
+        line
+        for line in page.splitlines()
+        if line.startswith(("  trainer at most", "  KV cache", "  engine's sleep", "  by phase"))
     ]
     assert cli.main(command.group(1).split()) == 0
     printed = capsys.readouterr().out
-    assert len(shown) == 3
+    assert len(shown) == 4
     assert not [line for line in shown if line.removesuffix(", ...") not in printed]
     assert cli.main([*command.group(1).split(), "rollout.sleep=null"]) == 0
     sequences = re.search(r"KV cache .*: (\d+) sequences", capsys.readouterr().out)
@@ -254,6 +257,7 @@ def test_json_is_the_same_as_one_object_and_documented(capsys: pytest.CaptureFix
     assert told["stages"] == json.loads(json.dumps(chain.as_json()))["stages"]
     assert told["totals"]["steps"] == 2200
     assert told["memory"]["weights"] == 2 * 1_777_088_000
+    assert max(told["memory"]["phases"].values()) == told["memory"]["needed"]
     assert told["paper"]["gpu_hours"] == 16_000
     assert told["run"]["stage"] == "run6"
     assert told["rates"]["device_seconds_per_token"] is None

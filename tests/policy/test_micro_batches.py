@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from nemo_prorl import settings
 from nemo_prorl.batch import Batch
 from nemo_prorl.micro_batches import MOST_PADDING, Limits, _cheapest_at, deal, split_rows
+from nemo_prorl.sizing.widths import most_shapes, width_multiple
 
 RECORDED = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "lengths-laptop.json").read_text())
 
@@ -116,3 +118,46 @@ def test_a_micro_batch_is_padded_to_its_longest_and_one_without_rows_counts_nowh
     assert [tuple(micro.tokens_BT.shape) for _, micro in found] == [(1, 2), (1, 4), (1, 6), (1, 2)]
     assert not found[-1][1].mask_BT.any()
     assert torch.equal(found[1][1].tokens_BT, torch.tensor([[1, 2, 2, 0]]))
+
+
+@pytest.mark.parametrize(("stage", "median"), [("run1", 4700), ("run8", 7600)])
+def test_twenty_steps_of_the_shipped_cluster_have_few_shapes(stage: str, median: int) -> None:
+    """Contexts of 8,192 and 16,384, two data ranks.  Transformer Engine builds graphs for each shape."""
+    cfg = settings.load(["cluster=h100_4x8", f"stage={stage}", "pretrained_checkpoint.restore_from_path=null"])
+    context, generator = cfg.trainer.grpo.context_tokens, random.Random(1)
+    limits = Limits(cfg.model.micro_batch_size, cfg.model.micro_batch_tokens, width_multiple(cfg.model))
+    found: set[tuple[bool, int, int]] = set()
+    needed = positions = 0
+    for _ in range(20):
+        step = [min(context, 200 + int(median * generator.lognormvariate(0, 0.6))) for _ in range(4 * 64)]
+        dealt = [
+            [[update[row] for row in rows] for rows in deal(update, 2)] for update in (step[k::4] for k in range(4))
+        ]
+        whole = [list(itertools.chain(*(update[rank] for update in dealt))) for rank in range(2)]
+        for with_gradients, shares in [(False, whole), *((True, update) for update in dealt)]:
+            most = max(len(split_rows(lengths, limits)) for lengths in shares)
+            for part in split_rows(shares[0], limits, most):
+                width = limits.padded(shares[0][part[-1]])
+                found.add((with_gradients, len(part), width))
+                needed, positions = needed + sum(shares[0][row] for row in part), positions + len(part) * width
+    assert len(found) < 150
+    assert len(found) <= most_shapes(cfg.model, context)
+    assert 1 - needed / positions < 0.07
+
+
+def test_widths_of_transformer_engine_are_rounded_and_others_are_not() -> None:
+    """For its attention alone, to a 32nd of the context: not on Megatron's own layers, nor packed."""
+    model = {"tensor_model_parallel_size": 2, "transformer_engine": True, "encoder_seq_length": 8192}
+    assert width_multiple(model) == 256
+    assert width_multiple(model | {"fp8": "hybrid", "sequence_parallel": True}) == 256
+    assert width_multiple(model | {"sequence_parallel": True, "tensor_model_parallel_size": 3}) == 258
+    assert width_multiple(model | {"encoder_seq_length": 16384}) == 512
+    assert width_multiple(model | {"encoder_seq_length": 60}) == 2
+    assert width_multiple(model | {"encoder_seq_length": 60, "fp8": "hybrid"}) == 16
+    assert (
+        width_multiple(model | {"packed_sequences": True}) == width_multiple(model | {"transformer_engine": False}) == 1
+    )
+    assert width_multiple(model | {"packed_sequences": True, "sequence_parallel": True, "fp8": "e4m3"}) == 32
+    batch = {"micro_batch_size": 3, "micro_batch_tokens": 768}
+    assert most_shapes(model | batch, 1000) == 2 * (3 + 1 + 1 + 1)  # widths 256, 512, 768, 1024
+    assert most_shapes(model | batch | {"micro_batch_tokens": None}, 1000) == 2 * 4 * 3

@@ -259,11 +259,11 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.utils import request_memory
 from nemo_prorl.rollout.engine.setup import gpu_options
 
-KV = 61_442 << 20  # what the plan gives the cache of an engine of cluster=h100_4x8
+KV = 56_486 << 20  # what the plan gives the cache of an engine of cluster=h100_4x8
 options = gpu_options(SimpleNamespace(sleep=True, kv_mb=KV >> 20))
 share = options["gpu_memory_utilization"]
-# An H100 with 85.0e9 bytes, where the trainer holds 11.3e9 and both processes' reserve 6.5e9.
-free = SimpleNamespace(total_memory=int(85.0e9), free_memory=int(85.0e9 - 11.3e9 - 6.5e9), device_="cuda:0")
+# An H100 with 84.0e9 bytes, where the trainer holds 11.3e9 and both processes' reserve 7.6e9.
+free = SimpleNamespace(total_memory=int(84.0e9), free_memory=int(84.0e9 - 11.3e9 - 7.6e9), device_="cuda:0")
 assert request_memory(free, SimpleNamespace(gpu_memory_utilization=share)) < 1e9
 try:
     request_memory(free, SimpleNamespace(gpu_memory_utilization=0.805))  # the engine's bytes of 80e9

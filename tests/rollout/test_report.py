@@ -139,11 +139,12 @@ def test_shares_of_updates_are_over_their_tokens() -> None:
     metrics = Metrics(1, "none")
     per_token = ("surrogate", "kl", "weight", "clipped_high", "clipped_low", "dual_clipped", "ratio", "approx_kl")
     other = {"loss": 1.0, "grad_norm": 2.0, "max_ratio": 1.5, "min_ratio": 0.5, "nonfinite": 0.0}
-    other |= {"positions": 100.0, "padding": 10.0}
+    other |= {"positions": 100.0, "padding": 10.0, "max_shapes": 3.0}
     report_update(metrics, {**dict.fromkeys(per_token, 3.0), **other, "tokens": 10.0})
-    more = {"tokens": 80.0, "grad_norm": 4.0, "max_ratio": 1.2, "positions": 300.0, "padding": 0.0}
+    more = {"tokens": 80.0, "grad_norm": 4.0, "max_ratio": 1.2, "positions": 300.0, "padding": 0.0, "max_shapes": 5.0}
     report_update(metrics, {**dict.fromkeys(per_token, 6.0), **other, **more})
     assert metrics["policy/padding"] == pytest.approx(0.025)  # 10 of 400 positions
+    assert metrics["system/max_shapes"] == 5.0
     assert metrics["policy/clipped_low"] == metrics["policy/ratio"] == pytest.approx(0.1)
     assert [metrics[f"policy/{key}"] for key in ("grad_norm", "max_grad_norm", "max_ratio")] == [3.0, 4.0, 1.5]
 

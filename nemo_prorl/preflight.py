@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 
-from nemo_prorl import rank
+from nemo_prorl import device, rank
 from nemo_prorl.batch import JudgedGroups
 from nemo_prorl.config import Config
 from nemo_prorl.deadlines import Deadline
@@ -125,7 +125,9 @@ class TrialRecorder:
     def part(self, name: str, **numbers: float) -> Iterator[None]:
         """Measure the body as one part; `numbers` are added to its record."""
         self._write(part=name, event="begin")
-        _reset_peak()
+        device.reset_peak()
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak of host memory (Linux)
         began = time.monotonic()
         try:
             yield
@@ -142,24 +144,10 @@ class TrialRecorder:
             file.write(json.dumps(fields) + "\n")
 
 
-def _reset_peak() -> None:
-    """Reset the peak memory of the GPU and of this process (Linux)."""
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-
-
 def _memory() -> dict[str, int]:
     """Return this process's peak host memory and, with a GPU, its peak, free and total memory, all in bytes."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    memory = {"host_peak": int(status["VmHWM"].split()[0]) << 10}
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-        free, total = torch.cuda.mem_get_info()
-        memory |= {"gpu_peak": torch.cuda.max_memory_allocated(), "gpu_free": free, "gpu_total": total}
-    return memory
+    return {"host_peak": int(status["VmHWM"].split()[0]) << 10, **device.memory()}
 
 
 def measure(cfg: Config, run_dir: Path) -> None:

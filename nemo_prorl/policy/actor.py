@@ -9,7 +9,7 @@ The log-probability at position t is that of token t given the tokens before t, 
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -27,12 +27,14 @@ from nemo.collections.nlp.parts.mixins.nlp_adapter_mixins import NLPAdapterModel
 from nemo_aligner.utils.train_utils import grad_reductions, prepare_for_training_step, set_eval, set_sync_funcs
 from torch import Tensor
 
+from nemo_prorl import device
 from nemo_prorl.algorithms.logprobs import chunked_logprobs
 from nemo_prorl.batch import Batch
 from nemo_prorl.errors import NonFiniteUpdate
 from nemo_prorl.micro_batches import Limits
 from nemo_prorl.policy.data_ranks import DataRanks, merge_sums
 from nemo_prorl.policy.packing import PackedBatch
+from nemo_prorl.policy.reference import Reference
 from nemo_prorl.policy.weights import Shape, sha256_of
 from nemo_prorl.policy.whole_weights import WholeWeights
 from nemo_prorl.sizing.widths import width_multiple
@@ -49,6 +51,9 @@ def _last_hidden_states(hidden_SBH: Tensor, weight: Tensor | None = None, **_: o
     return hidden_SBH, None
 
 
+_MOMENTS = "exp_avg", "exp_avg_sq"  # of Adam, torch's and Transformer Engine's
+
+
 class ActorModel(NLPAdapterModelMixin, MegatronGPTModel):
     """NeMo's GPT model whose output is the last hidden states; the loss applies the output weight itself, in chunks."""
 
@@ -59,11 +64,11 @@ class ActorModel(NLPAdapterModelMixin, MegatronGPTModel):
         return model
 
     def _enable_nvidia_optimizations(self) -> None:
-        if torch.cuda.is_available():
+        if device.has_gpu():
             super()._enable_nvidia_optimizations()
 
     def setup_transformer_engine_cp_groups(self) -> None:
-        if self.cfg.get("transformer_engine", False) and torch.cuda.is_available():
+        if self.cfg.get("transformer_engine", False) and device.has_gpu():
             super().setup_transformer_engine_cp_groups()
 
 
@@ -96,6 +101,8 @@ class Actor:
         rows, tokens = int(model.cfg.micro_batch_size), model.cfg.get("micro_batch_tokens")
         self.limits = Limits(rows, tokens, width_multiple(model.cfg), bool(model.cfg.get("packed_sequences")))
         self._shapes: set[tuple[bool, torch.Size]] = set()  # (forward only, shape) of each micro-batch so far
+        # FP8's scales of earlier updates are a state of modules beside their parameters, which a checkpoint needs.
+        self.keeps_scales = bool(model.cfg.get("fp8")) and model.cfg.get("fp8_recipe") == "delayed"
         self._share_prompts = not model.cfg.get("transformer_engine")  # only CausalAttention handles shared prompts
         self.data_ranks = DataRanks(self._device())
         self.whole_weights = WholeWeights(self.module, self.shape)
@@ -104,8 +111,7 @@ class Actor:
         if self._pp_size > 1:
             self.module.config.variable_seq_lengths = True  # stages exchange the shape of each micro-batch
         self.version = 0  # counts every change of the weights in use
-        self._reference: dict[str, Tensor] = {}  # the rank's parameters by name, on the CPU; never changed in place
-        self._reference_sha256: str | None = None  # computed when first needed
+        self._reference = Reference(self.module, self.whole_weights)
         self.reset_optimizer()
 
     # --- the module and its parameters -----------------------------------------------------------------------------
@@ -257,8 +263,7 @@ class Actor:
                 width = min(value_BT.shape[1], batch.mask_BT.shape[1])
                 found_KBT[k, rows, :width] = value_BT[: len(rows), :width].to("cpu")
         if self._pp_size > 1:
-            device = self._device()
-            found_KBT = found_KBT.to(device)
+            found_KBT = found_KBT.to(self._device())
             dist.broadcast(
                 found_KBT,
                 parallel_state.get_pipeline_model_parallel_last_rank(),
@@ -345,8 +350,10 @@ class Actor:
         """
         for leaf in self._leaf_optimizers():
             adam = leaf.optimizer
-            adam.state.clear()
-            leaf.init_state_fn(adam, leaf.config)
+            leaf.init_state_fn(adam, leaf.config)  # creates what is missing
+            for state in adam.state.values():
+                for moment in _MOMENTS:  # in place: awake engines leave no room for new ones
+                    state[moment].zero_()
             for group in adam.param_groups:
                 if isinstance(adam, torch.optim.AdamW):  # counts per parameter; Transformer Engine's Adam per group
                     for p in group["params"]:
@@ -379,47 +386,27 @@ class Actor:
 
     def set_reference(self) -> None:
         """Copy the weights in use, in their dtype, to the reference policy; KL is exactly 0 right after."""
-        self._reference = {name: to_host(p) for name, p in self.module.named_parameters()}
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
-        self._reference_sha256 = None
+        self._reference.set()
 
     @property
     def reference(self) -> Mapping[str, Tensor]:
-        """The rank's parameters of the reference policy by name, on the CPU; `set_reference` makes a new mapping."""
-        return self._reference
+        """The rank's parameters of the reference policy by name, on the CPU; `set_reference` overwrites them."""
+        return self._reference.tensors
 
-    @contextmanager
-    def reference_weights(self) -> Iterator[None]:
+    def hold_reference(self) -> Callable[[], None]:
+        """Keep the tensors of `reference` unchanged until the returned function is called, by any thread."""
+        return self._reference.hold()
+
+    def reference_weights(self) -> AbstractContextManager[None]:
         """Context manager in which the model computes with the reference policy's weights instead of its own.
 
         Do not write to the weights in this context: on a CPU they are the stored reference, not a copy.
         """
-        assert self._reference, "the reference policy was never set"
-        parameters = dict(self.module.named_parameters())
-        own = {name: p.data for name, p in parameters.items()}
-        try:
-            for name, p in parameters.items():
-                # Kernels of the same stream run after the copy; the source is page-locked.
-                p.data = self._reference[name].to(p.device, non_blocking=True)
-            yield
-        finally:
-            for name, p in parameters.items():
-                p.data = own[name]
+        return self._reference.in_use()
 
     def reference_sha256(self) -> str:
-        if self._reference_sha256 is None:
-            with self.reference_weights():
-                self._reference_sha256 = self.weights_sha256()
-        return self._reference_sha256
-
-
-def to_host(tensor: Tensor) -> Tensor:
-    """Return a copy in host memory.  A copy from a GPU is page-locked, and complete once the stream is synchronised."""
-    tensor = tensor.detach()
-    if not tensor.is_cuda:
-        return tensor.clone()
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+        """Return `sha256_of` the reference policy, which is the same at any parallel layout.  A collective."""
+        return self._reference.sha256()
 
 
 def _count_positions(parts: Sequence[tuple[Tensor, _Micro]]) -> dict[str, float]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from nemo_prorl import device
 from nemo_prorl.checks import check_shape
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.policy.cpu import shims as cpu
@@ -115,7 +116,7 @@ def _build(nemo_cfg: DictConfig, cfg: DictConfig, hf: dict[str, Any]) -> Built:
     torch.manual_seed(cfg.seed)
     model = ActorModel(nemo_cfg.model, trainer)
     script.init_distributed(trainer, model, bool(nemo_cfg.model.get("transformer_engine", False)))
-    if not torch.cuda.is_available():
+    if not device.has_gpu():
         model_parallel_cuda_manual_seed(cfg.seed)  # NeMo seeds Megatron's generators only if it counts a GPU
     data = torch.utils.data.TensorDataset(torch.arange(1))
     script.init_using_ptl(trainer, model, torch.utils.data.DataLoader(data, batch_size=1), data)

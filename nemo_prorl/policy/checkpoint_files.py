@@ -38,17 +38,18 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as torch_distributed_save
 
+from nemo_prorl import device
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import CheckpointError
 from nemo_prorl.lifecycle.killpoints import killpoint
 from nemo_prorl.lifecycle.retention import FORMAT, TEMPORARY, put_in_place, read_state
-from nemo_prorl.policy.actor import Actor, to_host
-from nemo_prorl.policy.plain_files import check_metadata, load_plain
+from nemo_prorl.policy.actor import Actor
+from nemo_prorl.policy.plain_files import check_objects, load_plain
 from nemo_prorl.policy.random_state import RandomState, random_state, set_random_state
 from nemo_prorl.policy.weights import sha256_of
 
 REFERENCE = "reference."
-_EXTRA = "_extra_state"  # key suffix of a module's state beside parameters: FP8 scales and history (delayed scaling)
+_EXTRA = "_extra_state"  # key suffix of a module's state beside parameters: an object, of which files have a pickle
 
 
 def _to_be_read(value: Any) -> Any:
@@ -64,12 +65,17 @@ def _to_be_read(value: Any) -> Any:
 
 def _sharded_state(actor: Actor) -> dict[str, Any]:
     """Return this rank's tensors of model, reference policy and optimizer, each with its place in the whole tensor."""
-    reference = actor.model.sharded_state_dict()  # built from the model, so that the reference is sharded alike
-    reference = {key: value for key, value in reference.items() if not key.endswith(_EXTRA)}
+    reference = _sharded_model(actor, scales=False)  # built from the model, so that the reference is sharded alike
     dict_list_map_inplace(_reference_of(actor), reference)
     add_prefix_for_sharding(reference, REFERENCE)
-    model = actor.model.sharded_state_dict()
+    model = _sharded_model(actor, actor.keeps_scales)
     return {"reference": reference, "model": model, "optimizer": _sharded_optimizer(actor, model, is_loading=False)}
+
+
+def _sharded_model(actor: Actor, scales: bool) -> dict[str, Any]:
+    """Return the model's parameters and, with `scales`, the extra state of its modules (`Actor.keeps_scales`)."""
+    state: dict[str, Any] = actor.model.sharded_state_dict()
+    return {key: value for key, value in state.items() if scales or not key.endswith(_EXTRA)}
 
 
 def _sharded_optimizer(actor: Actor, model: dict[str, Any], is_loading: bool) -> dict[str, Any]:
@@ -81,14 +87,14 @@ def _sharded_optimizer(actor: Actor, model: dict[str, Any], is_loading: bool) ->
 
 
 def _load_weights(actor: Actor, folder: Path, prefix: str = "") -> None:
-    """Load the weights of a checkpoint's policy into the model.
+    """Load the weights of a checkpoint's policy into the model, and FP8's delayed scales where the model keeps them.
 
-    The extra state of modules, such as FP8 scales, is loaded too.  Reference policies and CPU checkpoints have none.
+    Reference policies, and checkpoints of runs without such scales, have none.
 
     Args:
         prefix: REFERENCE loads the weights of the checkpoint's reference policy instead.
     """
-    state = actor.model.sharded_state_dict()
+    state = _sharded_model(actor, actor.keeps_scales and not prefix)
     dict_list_map_inplace(_to_be_read, state)
     if prefix:
         add_prefix_for_sharding(state, prefix)
@@ -99,7 +105,7 @@ def _load_weights(actor: Actor, folder: Path, prefix: str = "") -> None:
 
 def _load_optimizer(actor: Actor, folder: Path) -> None:
     """Load Adam's moments, master weights and step count; keep this run's settings, such as the learning rate."""
-    state = _sharded_optimizer(actor, actor.model.sharded_state_dict(), is_loading=True)
+    state = _sharded_optimizer(actor, _sharded_model(actor, scales=False), is_loading=True)
     own = copy.deepcopy(state["optimizer"]["param_groups"])
     found = dist_checkpointing.load({"optimizer": state}, str(folder))["optimizer"]
     step = int(found["optimizer"]["param_groups"][0]["step"])  # a float from torch's AdamW, an int from other Adams
@@ -136,20 +142,20 @@ class _Snapshot:
 
         Args:
             copy_cpu: False: tensors in CPU memory are not copied, and must not change until the checkpoint is written.
+                The reference policy is never copied.
         """
 
         def to_cpu(tensor: torch.Tensor) -> torch.Tensor:
-            return to_host(tensor) if copy_cpu or tensor.is_cuda else tensor.detach()
+            return device.to_host(tensor) if copy_cpu or device.on_gpu(tensor) else tensor.detach()
 
         sharded, common = save_preprocess(_sharded_state(actor))
         flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)  # drops replicas of other ranks' tensors
         for value in (value for values in flat.values() for value in values):
-            # Tensors of the reference policy are never changed in place, so they need no copy.
+            # The reference policy is in host memory, and `hold_reference` keeps it unchanged: it needs no copy.
             if isinstance(value, ShardedTensor) and not value.key.startswith(REFERENCE):
                 value.data = to_cpu(value.data)
         weights = [(name, to_cpu(t)) for name, t in actor.export_weights() if dist.get_rank() == 0]
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
+        device.synchronize()
         return cls(
             tensors=mcore_to_pyt_state_dict(flat, False),
             common=copy.deepcopy(common),
@@ -164,7 +170,7 @@ class _Snapshot:
 
         torch's writer is used, because Megatron's writer forks processes, which is unsafe in a process with threads
         (rollout client, loggers).
-        Raises CheckpointError: `load` would refuse the written metadata.  The error comes now, not days later.
+        Raises CheckpointError: `load` would refuse what was written.  The error comes now, not days later.
         """
         torch_distributed_save(
             self.tensors,
@@ -175,7 +181,7 @@ class _Snapshot:
             process_group=group,
         )
         if dist.get_rank() == 0:
-            check_metadata(folder)
+            check_objects(folder)
 
     def write_rest(self, folder: Path) -> None:
         """Write this rank's random states and, on rank 0, the files shared by all ranks.
@@ -240,9 +246,8 @@ class PolicyStore:
             self._write(snapshot, folder, on_complete)
             return
         self._folder = folder
-        self._thread = threading.Thread(
-            target=self._write_in_thread, args=(snapshot, folder, on_complete), name="checkpoint", daemon=True
-        )
+        arguments = self.actor.hold_reference(), snapshot, folder, on_complete
+        self._thread = threading.Thread(target=self._write_in_thread, args=arguments, name="checkpoint", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
@@ -293,7 +298,7 @@ class PolicyStore:
             _load_optimizer(self.actor, folder)
             file = folder / f"rng-{dist.get_rank()}.pt"
             if file.is_file():  # absent for the additional ranks when a run continues on more ranks
-                set_random_state(load_plain(file))
+                set_random_state(load_plain(file), dist.get_rank())
         _check(folder, state, weights=self.actor.weights_sha256(), reference=self.actor.reference_sha256())
         return state
 
@@ -310,12 +315,18 @@ class PolicyStore:
         _check(folder, state, weights=self.actor.weights_sha256())
         return state
 
-    def _write_in_thread(self, *arguments: Any) -> None:
-        """Call `_write` with `arguments`; keep an error for `wait`, which raises it in the training thread."""
+    def _write_in_thread(self, release: Callable[[], None], *arguments: Any) -> None:
+        """Call `_write` with `arguments`; keep an error for `wait`, which raises it in the training thread.
+
+        Args:
+            release: called at the end; from then on the tensors of the reference policy may change.
+        """
         try:
             self._write(*arguments)
         except Exception as error:
             self._failure = error
+        finally:
+            release()
 
     def _write(self, snapshot: _Snapshot, folder: Path, on_complete: Callable[[], object] | None) -> None:
         temporary, first = folder.with_name(folder.name + TEMPORARY), dist.get_rank() == 0
@@ -364,12 +375,13 @@ class PolicyStore:
 
 
 def _read_checked_state(folder: Path) -> dict[str, Any]:
-    """Return the content of state.json, after a check that loading the checkpoint's pickled files runs no code.
+    """Return the content of state.json, after a check that torch and Megatron run no code when they load the rest.
 
-    Raises CheckpointError: this version cannot continue the checkpoint, or a pickled file is damaged or refused.
+    FP8's delayed scales are the exception: Transformer Engine unpickles the bytes of the tensors that hold them.
+    Raises CheckpointError: this version cannot continue the checkpoint, or a pickle is damaged or refused.
     """
     state = read_state(folder)
-    check_metadata(folder)
+    check_objects(folder)
     load_plain(folder / "common.pt")
     return state
 

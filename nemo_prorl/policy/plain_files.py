@@ -1,10 +1,12 @@
 """Safe reading of a checkpoint's pickled files: only tensors and plain values are accepted, so that no code runs."""
 
+import io
 import pickle
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from nemo_prorl.errors import CheckpointError
 
@@ -36,16 +38,40 @@ def load_plain(file: Path) -> Any:
         raise _unreadable(file, error) from error
 
 
-def check_metadata(folder: Path) -> None:
-    """Raise CheckpointError unless `.metadata`, which torch unpickles, has torch's classes and plain values only."""
+def check_metadata(folder: Path) -> Any:
+    """Return the content of `.metadata`, which torch unpickles.
+
+    Raises CheckpointError: it has anything but torch's classes and plain values, or cannot be read.
+    """
     file = folder / ".metadata"
     try:
         with file.open("rb") as stream:
-            _MetadataUnpickler(stream).load()
+            return _MetadataUnpickler(stream).load()
     except _ForeignClass as error:
         raise _refused(file, "torch's metadata", error) from error
     except Exception as error:  # a damaged pickle can raise any exception
         raise _unreadable(file, error) from error
+
+
+def check_objects(folder: Path) -> None:
+    """Check `.metadata` and each object in `*.distcp`, which Megatron unpickles if it is asked for.
+
+    Only a checkpoint with FP8's delayed scales has objects: tensors of bytes.
+    Raises CheckpointError: an object is anything but tensors and plain values, or a file cannot be read.
+    """
+    metadata = check_metadata(folder)
+    for index, place in (metadata.storage_data or {}).items():
+        if not isinstance(metadata.state_dict_metadata.get(index.fqn), BytesStorageMetadata):
+            continue
+        file = folder / place.relative_path
+        try:
+            with file.open("rb") as stream:
+                stream.seek(place.offset)
+                torch.load(io.BytesIO(stream.read(place.length)), map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise _refused(file, f"{index.fqn} to be tensors and plain values", error) from error
+        except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+            raise _unreadable(file, error) from error
 
 
 class _ForeignClass(pickle.UnpicklingError):

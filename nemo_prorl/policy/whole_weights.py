@@ -1,6 +1,7 @@
 """Conversion between a model's parameters, cut over tensor and pipeline ranks, and whole Hugging Face tensors."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -9,7 +10,9 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
+from nemo_prorl import device
 from nemo_prorl.policy.weights import HFFolder, Shape, rule_of
+from nemo_prorl.sizing.memory import PIECE
 
 
 class WholeWeights:
@@ -34,25 +37,41 @@ class WholeWeights:
                 )
             param.data.copy_(local)
 
-    def gather(self, local: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def gather(self, local: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, whole tensor) on every rank.  A collective.
 
+        What other ranks send comes in pieces and is put together in host memory, because awake engines leave no room
+        for whole tensors on a GPU.  Tensors that are whole on this rank are not moved.
+
         Args:
-            local: this rank's tensors by parameter name, cut as the parameters are.
+            local: this rank's tensors by parameter name, cut as the parameters are; on the device or in host memory.
         """
         own_stage = parallel_state.get_pipeline_model_parallel_rank()
         for stage, name, offset in self._parameters_of_all_stages():
             rule = rule_of(name, offset, self._shape.tied)
             whole = [torch.empty(0)] * len(rule.hf)
             if stage == own_stage:
-                shards = [local[name]]
-                if rule.cut is not None and self._tp_size > 1:
-                    shards = [torch.empty_like(local[name]) for _ in range(self._tp_size)]
-                    group = parallel_state.get_tensor_model_parallel_group()
-                    dist.all_gather(shards, local[name].contiguous(), group=group)
-                whole = rule.to_hf(shards, self._shape)
+                cut = rule.cut is not None and self._tp_size > 1
+                whole = rule.to_hf(self._of_tensor_ranks(local[name]) if cut else [local[name]], self._shape)
             for hf_name, tensor in zip(rule.hf, whole, strict=True):
                 yield hf_name, self._from_stage(stage, tensor) if self._pp_size > 1 else tensor
+
+    def _of_tensor_ranks(self, own: Tensor) -> list[Tensor]:
+        """Return the tensors of all tensor ranks, each shaped like `own`, in host memory."""
+        group, flat = parallel_state.get_tensor_model_parallel_group(), own.detach().contiguous().flatten()
+        found = [device.host_memory(flat.shape, flat.dtype) for _ in range(self._tp_size)]
+        for start in range(0, len(flat), PIECE):
+            piece = flat[start : start + PIECE].to(self._device)
+            pieces = [torch.empty_like(piece) for _ in range(self._tp_size)]
+            dist.all_gather(pieces, piece, group=group)
+            for whole, part in zip(found, pieces, strict=True):
+                whole[start : start + PIECE].copy_(part)
+        return [whole.view(own.shape) for whole in found]
+
+    @property
+    def _device(self) -> torch.device:
+        found: torch.device = next(self._module.parameters()).device
+        return found
 
     def _parameters_of_all_stages(self) -> list[tuple[int, str, int]]:
         """Return (stage, name, number of the stage's first layer) of all parameters.
@@ -77,8 +96,12 @@ class WholeWeights:
         box: list[Any] = [(tuple(tensor.shape), tensor.dtype)]
         dist.broadcast_object_list(box, source, group=group)
         shape, dtype = box[0]
-        if parallel_state.get_pipeline_model_parallel_rank() != stage:
-            tensor = torch.empty(shape, dtype=dtype, device=next(self._module.parameters()).device)
-        tensor = tensor.contiguous()
-        dist.broadcast(tensor, source, group=group)
-        return tensor
+        sends = parallel_state.get_pipeline_model_parallel_rank() == stage
+        flat = tensor.contiguous().flatten() if sends else device.host_memory([math.prod(shape)], dtype)
+        for start in range(0, len(flat), PIECE):
+            part = flat[start : start + PIECE]
+            piece = part.to(self._device) if sends else torch.empty_like(part, device=self._device)
+            dist.broadcast(piece, source, group=group)
+            if not sends:
+                part.copy_(piece)
+        return flat.view(shape)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from nemo_prorl import device
 from nemo_prorl.batch import JudgedGroups
 from nemo_prorl.config import Config
 from nemo_prorl.data.blend import Blend
@@ -96,8 +97,8 @@ class Rollouts:
             else:
                 for _ in weights:  # the export communicates, so every rank must iterate
                     pass
-            if self._cfg.rollout.sleep is not None and torch.cuda.is_available():
-                torch.cuda.empty_cache()  # waking engines need the memory that PyTorch keeps cached
+            if self._cfg.rollout.sleep is not None:
+                device.empty_cache()  # waking engines need the memory that PyTorch keeps cached
             self._leader.barrier()
         self._published = version, self._policy.version
         if self._cfg.rollout.own_devices:

@@ -130,6 +130,7 @@ def of_extra_state(lazy: bool, out: Path) -> dict[str, Any]:
 
     plain, cpu_layers.CausalAttention = cpu_layers.CausalAttention, Remembering  # type: ignore[misc]
     actor, update = built(out)
+    actor.keeps_scales = True  # as with FP8's delayed scales
     attention = [m for m in actor.module.modules() if isinstance(m, Remembering)]
     actor.logprobs(fixed_batch())
     update()

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from nemo_prorl import device
 from nemo_prorl.algorithms.losses import denominator_terms
 from nemo_prorl.batch import Batch
 from nemo_prorl.config import GRPOConfig
@@ -168,8 +169,13 @@ def measure(layout: Layout, out: Path) -> None:
         with copied_bytes() as copied:
             writer.save(saved, step)
         onward = [actor.update(mine, loss, denominator, with_entropy=True), actor.weights_sha256()]
-        found["meanwhile"] = (writer.busy, saved.exists())
+        place = places(actor)
+        actor.set_reference()
+        found["meanwhile"] = (writer.busy, saved.exists(), places(actor) == place)
     writer.wait()
+    place = places(actor)
+    actor.set_reference()
+    found["again in place"] = places(actor) == place
     state = checkpoint_files.PolicyStore(actor).load(saved)
     again = [actor.update(mine, loss, denominator, with_entropy=True), actor.weights_sha256()]
     found["resumed"] = (state["step"], state["weights_sha256"] == sha, onward, again)
@@ -227,6 +233,10 @@ def measure(layout: Layout, out: Path) -> None:
         torch.save(found, out / f"{layout.name}.pt")
 
 
+def places(actor: Any) -> list[int]:
+    return [tensor.data_ptr() for tensor in actor.reference.values()]
+
+
 @contextmanager
 def patched_write(name: str, instead: Callable[..., None]) -> Iterator[None]:
     """Inside, a checkpoint's write runs `instead`, which gets what it replaces as its first argument."""
@@ -243,19 +253,17 @@ def patched_write(name: str, instead: Callable[..., None]) -> Iterator[None]:
 @contextmanager
 def copied_bytes() -> Iterator[list[int]]:
     """One number: bytes that a snapshot inside copies on this rank."""
-    from nemo_prorl.policy import actor, checkpoint_files
+    real, count = device.to_host, [0]
 
-    real, count = actor.to_host, [0]
-
-    def counted(tensor: torch.Tensor) -> torch.Tensor:
+    def counted(tensor: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
         count[0] += tensor.nbytes
-        return real(tensor)
+        return real(tensor, into)
 
-    vars(checkpoint_files)["to_host"] = counted
+    device.to_host = counted
     try:
         yield count
     finally:
-        vars(checkpoint_files)["to_host"] = real
+        device.to_host = real
 
 
 @contextmanager

@@ -23,7 +23,9 @@ from nemo_prorl.config import GRPOConfig
 from nemo_prorl.policy.tools import export_hf, import_hf
 from nemo_prorl.policy.weights import HFFolder
 from nemo_prorl.settings import load
+from nemo_prorl.sizing.memory import memory_of
 from nemo_prorl.trainer import policy_loss
+from tests.policy.fake_gpu import fake_gpu
 from tests.policy.models import QWEN2, QWEN3, write_model
 from tests.policy.ranks import fixed_batch, fork_ranks
 
@@ -115,8 +117,11 @@ def measure(case: Case, out: Path) -> None:
     found["in_fp8"] = [any(getattr(part, "fp8", False) for part in x.modules()) for x in actor.module.decoder.layers]
     checkpoint_files.PolicyStore(actor).save(out / "checkpoints" / f"{case.name}-0", {"step": 0})
     found["steps"] = [step() for _ in range(2)]
+    found["shapes"] = sorted(actor._shapes)
     checkpoint_files.PolicyStore(actor).save(out / "checkpoints" / f"{case.name}-2", {"step": 2})
     found["weights"] = weights_of(actor)
+    if case in (BF16, TENSORWISE):
+        found["awake"] = as_on_a_gpu(actor, case, out)
     onward = [step(), step()]
     actor.set_reference()
     actor.reset_optimizer()
@@ -124,6 +129,37 @@ def measure(case: Case, out: Path) -> None:
     found["onward"] = [onward, [step()]]
     if int(os.environ["RANK"]) == 0:
         torch.save(found, out / f"{case.name}.pt")
+
+
+def as_on_a_gpu(actor: Any, case: Case, out: Path) -> dict[str, Any]:
+    """Bytes of a GPU that a checkpoint and a hard reset take, at the size of the cluster's model; and the reference."""
+    from nemo_prorl.policy import checkpoint_files, whole_weights
+
+    batch, reference = fixed_batch(), actor.reference_logprobs(fixed_batch())
+    words = [f"model.tensor_model_parallel_size={case.ranks}", "pretrained_checkpoint.restore_from_path=null"]
+    real = memory_of(load([f"cluster={case.cluster}", *words])).weights
+    scale = real / sum(p.nbytes for p in actor.module.parameters())
+    whole_weights.PIECE, piece = max(1, int(whole_weights.PIECE / scale)), whole_weights.PIECE
+    found: dict[str, Any] = {}
+    host = list(actor.reference.values())
+    with fake_gpu(host) as live:
+        places = [p.data_ptr() for p in actor.module.parameters()]
+        with actor.reference_weights():
+            found["in place"] = places == [p.data_ptr() for p in actor.module.parameters()]
+        found["reference"] = scale * live.peak
+        found["same"] = torch.equal(reference, actor.reference_logprobs(batch))
+    for name, work in (
+        ("saving", lambda: checkpoint_files.PolicyStore(actor).save(out / "checkpoints" / f"{case.name}-gpu", {})),
+        ("hashing", actor.reference_sha256),
+        ("resetting", lambda: (actor.set_reference(), actor.reset_optimizer(), actor.reference_sha256())),
+    ):
+        actor._reference._sha256 = None
+        with fake_gpu(list(actor.reference.values())) as live:
+            work()
+        found[name] = scale * live.peak
+    whole_weights.PIECE = piece
+    checkpoint_files.PolicyStore(actor).load(out / "checkpoints" / f"{case.name}-2")
+    return found
 
 
 def resume(case: Case, out: Path) -> None:

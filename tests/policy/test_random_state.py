@@ -1,5 +1,6 @@
 """Random states in a checkpoint: the same numbers come after they are loaded, and a pickle is refused."""
 
+import io
 import pickle
 import random
 from pathlib import Path
@@ -8,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from nemo_prorl.errors import CheckpointError
-from nemo_prorl.policy.plain_files import check_metadata, load_plain
+from nemo_prorl.policy.plain_files import check_metadata, check_objects, load_plain
 from nemo_prorl.policy.random_state import random_state, set_random_state
 from nemo_prorl.policy.tools import export_hf, import_hf
 from tests.policy.models import QWEN2, write_model
@@ -103,6 +106,32 @@ def test_metadata_that_would_run_code_is_refused_before_torch_reads_it(tmp_path:
     for load in (PolicyStore.load, PolicyStore.load_policy):
         with pytest.raises(CheckpointError, match=r"common\.pt was refused"):
             load(object.__new__(PolicyStore), file.parent)
+    assert not (tmp_path / "witness").exists()
+
+
+def test_an_object_that_would_run_code_is_refused_before_megatron_reads_it(tmp_path: Path) -> None:
+    """Megatron unpickles what `.metadata` calls an object, even where the model expects a tensor."""
+    from nemo_prorl.policy.checkpoint_files import PolicyStore
+
+    write_model(tmp_path / "model", QWEN2, torch.float32)
+    import_hf(tmp_path / "model", tmp_path / "imported")
+    (file,) = tmp_path.glob("imported/**/.metadata")
+    metadata, folder = check_metadata(file.parent), file.parent
+    index, content = next(iter(metadata.storage_data)), io.BytesIO()
+    metadata.state_dict_metadata[index.fqn] = BytesStorageMetadata()
+    torch.save(torch.arange(9, dtype=torch.uint8), content)
+    torch.save(RunsCode(tmp_path / "witness"), object_ := io.BytesIO())
+    (folder / "objects.distcp").write_bytes(content.getvalue() + object_.getvalue())
+    for offset, length in ((0, content.tell()), (content.tell(), object_.tell()), (5, 3)):
+        metadata.storage_data[index] = _StorageInfo("objects.distcp", offset, length)
+        file.write_bytes(pickle.dumps(metadata))
+        if offset == 0:
+            check_objects(folder)
+            continue
+        words = rf"objects\.distcp was refused: expected {index.fqn} to be tensors" if offset > 5 else "objects.distcp"
+        for load in (PolicyStore.load, PolicyStore.load_policy):
+            with pytest.raises(CheckpointError, match=words):
+                load(object.__new__(PolicyStore), folder)
     assert not (tmp_path / "witness").exists()
 
 

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
+from nemo_prorl.policy.plain_files import check_metadata, check_objects
+from nemo_prorl.sizing.phases import MOST_BESIDE_ENGINES
 from tests.policy.ranks import fixed_batch
 from tests.policy.te_ranks import (
     ACROSS_RANKS,
@@ -76,6 +79,38 @@ def test_fp8_updates_follow_a_pass_without_gradients(case: Case, te_ranks: Path)
     wanted = measured(te_ranks, LOCAL)["steps"]
     assert [s[1]["loss"] for s in steps] == pytest.approx([s[1]["loss"] for s in wanted], abs=0.02)
     assert len({sha256 for _, _, sha256 in steps}) == len(steps)
+
+
+@names([BF16, TENSORWISE])
+def test_nothing_large_reaches_a_gpu_while_engines_are_awake(case: Case, te_ranks: Path) -> None:
+    """At the size of the cluster's model.  The reference in use is a copy of the weights, while engines sleep."""
+    found, weights = measured(te_ranks, case)["awake"], 2 * 1_777_088_000 / case.ranks
+    assert found["in place"]
+    assert found["same"]
+    assert found["reference"] == pytest.approx(weights, rel=0.01)
+    for phase in ("saving", "hashing", "resetting"):
+        assert found[phase] <= MOST_BESIDE_ENGINES, phase
+
+
+@names([LOCAL, BF16])
+def test_a_new_width_is_rare_where_each_needs_new_attention_graphs(case: Case, te_ranks: Path) -> None:
+    """In a context of 64 widths are even; Megatron's own layers and packed rows need no such padding."""
+    found = measured(te_ranks, case)
+    shapes = found["shapes"]
+    assert {forward_only for forward_only, _ in shapes} == {False, True}
+    assert all(width % 2 == 0 for _, (_, width) in shapes) == (case == BF16)
+    assert found["steps"][-1][1]["max_shapes"] == len(shapes)
+
+
+@pytest.mark.parametrize(("case", "objects"), [(BF16, False), (TENSORWISE, False), (DELAYED, True)], ids=str)
+def test_only_a_checkpoint_with_delayed_scales_holds_pickled_objects(case: Case, objects: bool, te_ranks: Path) -> None:
+    folder = te_ranks / "checkpoints" / f"{case.name}-2"
+    stored = check_metadata(folder).state_dict_metadata
+    found = {
+        name.split("/")[0].split(".")[-1] for name, kind in stored.items() if isinstance(kind, BytesStorageMetadata)
+    }
+    assert found == ({"_extra_state"} if objects else set())
+    check_objects(folder)
 
 
 @names(RESUMED)

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from nemo_prorl import device
+
 _enabled = False
 
 
@@ -22,7 +24,7 @@ def enable(transformer_engine: bool = False) -> None:
             instead of Transformer Engine's.  A later call in the same process changes only the rotary positions.
     """
     global _enabled
-    if torch.cuda.is_available():
+    if device.has_gpu():
         return
     if not _enabled:
         _enabled = True

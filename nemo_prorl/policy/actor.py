@@ -111,7 +111,7 @@ class Actor:
         if self._pp_size > 1:
             self.module.config.variable_seq_lengths = True  # stages exchange the shape of each micro-batch
         self.version = 0  # counts every change of the weights in use
-        self._reference = Reference(self.module, self.whole_weights)
+        self.stored_reference = Reference(self.module, self.whole_weights)
         self.reset_optimizer()
 
     # --- the module and its parameters -----------------------------------------------------------------------------
@@ -386,27 +386,23 @@ class Actor:
 
     def set_reference(self) -> None:
         """Copy the weights in use, in their dtype, to the reference policy; KL is exactly 0 right after."""
-        self._reference.set()
+        self.stored_reference.set()
 
     @property
     def reference(self) -> Mapping[str, Tensor]:
         """The rank's parameters of the reference policy by name, on the CPU; `set_reference` overwrites them."""
-        return self._reference.tensors
-
-    def hold_reference(self) -> Callable[[], None]:
-        """Keep the tensors of `reference` unchanged until the returned function is called, by any thread."""
-        return self._reference.hold()
+        return self.stored_reference.tensors
 
     def reference_weights(self) -> AbstractContextManager[None]:
         """Context manager in which the model computes with the reference policy's weights instead of its own.
 
         Do not write to the weights in this context: on a CPU they are the stored reference, not a copy.
         """
-        return self._reference.in_use()
+        return self.stored_reference.in_use()
 
     def reference_sha256(self) -> str:
         """Return `sha256_of` the reference policy, which is the same at any parallel layout.  A collective."""
-        return self._reference.sha256()
+        return self.stored_reference.sha256()
 
 
 def _count_positions(parts: Sequence[tuple[Tensor, _Micro]]) -> dict[str, float]:

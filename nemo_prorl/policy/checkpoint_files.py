@@ -151,7 +151,7 @@ class _Snapshot:
         sharded, common = save_preprocess(_sharded_state(actor))
         flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)  # drops replicas of other ranks' tensors
         for value in (value for values in flat.values() for value in values):
-            # The reference policy is in host memory, and `hold_reference` keeps it unchanged: it needs no copy.
+            # The reference policy is in host memory, and `Reference.hold` keeps it unchanged: it needs no copy.
             if isinstance(value, ShardedTensor) and not value.key.startswith(REFERENCE):
                 value.data = to_cpu(value.data)
         weights = [(name, to_cpu(t)) for name, t in actor.export_weights() if dist.get_rank() == 0]
@@ -246,7 +246,7 @@ class PolicyStore:
             self._write(snapshot, folder, on_complete)
             return
         self._folder = folder
-        arguments = self.actor.hold_reference(), snapshot, folder, on_complete
+        arguments = self.actor.stored_reference.hold(), snapshot, folder, on_complete
         self._thread = threading.Thread(target=self._write_in_thread, args=arguments, name="checkpoint", daemon=True)
         self._thread.start()
 

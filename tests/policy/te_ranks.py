@@ -153,7 +153,7 @@ def as_on_a_gpu(actor: Any, case: Case, out: Path) -> dict[str, Any]:
         ("hashing", actor.reference_sha256),
         ("resetting", lambda: (actor.set_reference(), actor.reset_optimizer(), actor.reference_sha256())),
     ):
-        actor._reference._sha256 = None
+        actor.stored_reference._sha256 = None
         with fake_gpu(list(actor.reference.values())) as live:
             work()
         found[name] = scale * live.peak

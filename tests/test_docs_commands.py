@@ -118,6 +118,13 @@ def test_every_command_has_a_way_to_be_run() -> None:
     assert [" ".join(words) for page, words in COMMANDS if page == "plugins.md"] == there
 
 
+def test_each_job_in_the_image_has_its_mounts() -> None:
+    """Without them the run directory and MODEL do not exist in the container."""
+    jobs = [" ".join(words) for _, words in COMMANDS if "--container-image=IMAGE" in words and words[0] != "srun"]
+    assert len(jobs) > 5
+    assert [job for job in jobs if " --container-mounts=/" not in job] == []
+
+
 def chains(words: Words) -> bool:
     """Composes all eight configurations of a chain, which takes seconds."""
     return way_of("", words) in ("prorl plan", "prorl launch")

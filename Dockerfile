@@ -8,8 +8,14 @@
 ARG NEMO_TAG=25.04.02
 # sha256:... of `docker buildx imagetools inspect nvcr.io/nvidia/nemo:TAG`; unlike a tag, a digest cannot be moved.
 ARG NEMO_DIGEST=
+# NVIDIA's small CUDA image, which contains the package cuda-compat-13-0: the part of driver 580 that a process loads.
+# vLLM's wheel is built for CUDA 13; on nodes with a driver of branch 535, 550 or 570, engines load this part instead of
+# the driver's own.  Data-centre GPUs only (https://docs.nvidia.com/deploy/cuda-compatibility/forward-compatibility.html).
+ARG CUDA_TAG=13.0.3-base-ubuntu24.04
 # Python of the container that imports NeMo
 ARG PYTHON=python3
+
+FROM nvcr.io/nvidia/cuda:${CUDA_TAG} AS cuda
 
 FROM nvcr.io/nvidia/nemo:${NEMO_TAG}${NEMO_DIGEST:+@${NEMO_DIGEST}} AS nemo
 ENV PIP_NO_CACHE_DIR=1
@@ -32,6 +38,11 @@ COPY --from=resolve /opt/nemo_prorl/setup/rollout-cuda.lock /
 
 FROM nemo AS prorl
 ARG PYTHON
+# In a folder that no library path names and that NVIDIA's container runtime does not look at: only engines get it, and
+# only where the driver is older (launcher/environment.py).
+COPY --from=cuda /usr/local/cuda-13.0/compat/ cuda-compat/
+RUN test -e cuda-compat/libcuda.so.1
+ENV PRORL_CUDA_COMPAT=/opt/nemo_prorl/cuda-compat
 COPY pyproject.toml README.md LICENSE ./
 COPY setup/ setup/
 COPY conf/ conf/

@@ -8,6 +8,9 @@ In a container the home folder is often read-only, missing or `/`, and the user 
 import os
 import pwd
 from collections.abc import Mapping
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl.caches import cache_folder
 
@@ -34,9 +37,12 @@ _QUIET = (
 _NOT_AN_ENGINES = (
     *("GROUP_", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_", "NCCL_", "PYTHONPATH", "PYTORCH_", "RANK"),
     *("ROLE_", "TORCHELASTIC_", "TORCH_", "WORLD_SIZE"),
+    "CUDA_DEVICE_MAX_CONNECTIONS",  # 1 orders the trainer's kernels; an engine copies beside its kernels
     # compilers of the image's CUDA
     *("CUDA_HOME", "CUDA_PATH", "TRITON_CUDA", "TRITON_CUOBJDUMP", "TRITON_CUPTI", "TRITON_NVDISASM", "TRITON_PTXAS"),
 )
+
+CUDA_COMPAT = "PRORL_CUDA_COMPAT"  # variable: folder with NVIDIA's forward-compatibility libraries; the image sets it
 
 
 def with_caches(environ: Mapping[str, str]) -> dict[str, str]:
@@ -57,6 +63,55 @@ def with_caches(environ: Mapping[str, str]) -> dict[str, str]:
     return {**values, **environ, "PYTHONWARNINGS": ",".join(filter(None, quiet))}
 
 
+def order_of_kernels(cfg: DictConfig) -> dict[str, str]:
+    """Return CUDA_DEVICE_MAX_CONNECTIONS=1 if the trainer is tensor parallel on GPUs, otherwise nothing.
+
+    Megatron's tensor parallel layers rely on kernels and collectives that start in the order of their calls.
+    """
+    if cfg.trainer.accelerator != "gpu" or OmegaConf.select(cfg, "model.tensor_model_parallel_size", default=1) == 1:
+        return {}
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+
 def for_engine(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return `environ` without the variables of trainer ranks, torch, NCCL and CUDA compilers, and PYTHONPATH."""
-    return {name: value for name, value in environ.items() if not name.startswith(_NOT_AN_ENGINES)}
+    """Return `environ` without the variables of trainer ranks, torch, NCCL and CUDA compilers, and PYTHONPATH.
+
+    LD_LIBRARY_PATH loses its folders of Python packages: NVIDIA's image names the libraries of its own torch there.
+    """
+    kept = {name: value for name, value in environ.items() if not name.startswith(_NOT_AN_ENGINES)}
+    if folders := kept.get("LD_LIBRARY_PATH"):
+        ours = (folder for folder in folders.split(os.pathsep) if "-packages/" not in folder)
+        kept["LD_LIBRARY_PATH"] = os.pathsep.join(ours)
+    return kept
+
+
+def engine_libraries(environ: Mapping[str, str], driver: str | None) -> tuple[Path | None, dict[str, str]]:
+    """Return the folder of NVIDIA's forward-compatibility libraries and the variable with which an engine uses it.
+
+    The folder (PRORL_CUDA_COMPAT) has the part of a newer driver that a process loads: libcuda.so.1.  With a driver of
+    the same or a newer branch CUDA refuses it (error 803).  vLLM's own variable for such a folder
+    (VLLM_CUDA_COMPATIBILITY_PATH) does not suffice: vLLM changes LD_LIBRARY_PATH in a running process, where the
+    dynamic linker has read it already.
+
+    Args:
+        environ: the engine's variables.
+        driver: version of the node's driver, such as 550.54.15; None: unknown.
+
+    Returns:
+        (None, {}) if there are no such libraries or the driver does not need them.
+    """
+    folder = Path(environ.get(CUDA_COMPAT) or "/nowhere")
+    try:
+        library = (folder / "libcuda.so.1").resolve(strict=True).name  # such as libcuda.so.580.95.05
+    except OSError:
+        return None, {}
+    if driver is None or not 0 < _branch(driver) < _branch(library.removeprefix("libcuda.so.")):
+        return None, {}
+    folders = filter(None, (str(folder), environ.get("LD_LIBRARY_PATH")))
+    return folder, {"LD_LIBRARY_PATH": os.pathsep.join(folders)}
+
+
+def _branch(version: str) -> int:
+    """Return the branch of a driver's version, which is its first number; 0 if there is none."""
+    first = version.split(".")[0]
+    return int(first) if first.isdigit() else 0

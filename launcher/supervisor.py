@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from omegaconf import DictConfig
 
@@ -22,7 +22,7 @@ from nemo_prorl import stacks
 from nemo_prorl.config import Config
 from nemo_prorl.launcher.determinism import variables_of_engines, variables_of_ranks
 from nemo_prorl.launcher.doctor.check import NoAnswer
-from nemo_prorl.launcher.environment import for_engine, with_caches
+from nemo_prorl.launcher.environment import engine_libraries, for_engine, order_of_kernels, with_caches
 from nemo_prorl.launcher.events import Events
 from nemo_prorl.launcher.health import Health
 from nemo_prorl.launcher.peers import CLEAN, End, Peers, Place
@@ -36,6 +36,9 @@ from nemo_prorl.rewards.functions import name_of
 from nemo_prorl.sizing.cores import Cores, engine_threads
 from nemo_prorl.sizing.devices import node_devices
 from nemo_prorl.usage import RESTART_SUFFIX
+
+if TYPE_CHECKING:
+    from nemo_prorl.launcher.doctor.devices import Gpu
 
 _log = logging.getLogger(__name__)
 
@@ -313,7 +316,7 @@ class Node:
         command += ["--float32-head"] if cfg.trainer.grpo.float32_head else []
         command += ["--eager"] if rollout.eager else []
         command += ["--sleep"] if rollout.sleep is not None and not alone else []
-        env = {**self._gpus(local, alone), **variables_of_engines(cfg)}
+        env = {**self._gpus(local, alone), **variables_of_engines(cfg), **self._libraries}
         engine = self._child(f"engine-{index}", command, env, rollout.max_restarts, True, True)
         if not alone and self._cores is not None:
             engine.cores = self._cores.engines[local] or None
@@ -334,16 +337,28 @@ class Node:
 
     @cached_property
     def _cores(self) -> Cores | None:
-        from nemo_prorl.launcher.doctor.devices import query, visible
-
         available = os.sched_getaffinity(0)
         if self.cfg.trainer.accelerator != "gpu":
             return Cores.of(self.cfg, available)
+        return Cores.near_gpus(self.cfg, available, [gpu.bus for gpu in self._devices]) if self._devices else None
+
+    @cached_property
+    def _devices(self) -> "list[Gpu]":
+        """Return the node's visible GPUs; none for a CPU configuration, or if nvidia-smi does not answer."""
+        from nemo_prorl.launcher.doctor.devices import query, visible
+
+        if self.cfg.trainer.accelerator != "gpu":
+            return []
         try:
-            buses = [gpu.bus for gpu in visible(query(), os.environ)]
+            return visible(query(), os.environ)
         except (NoAnswer, ValueError):
-            return None
-        return Cores.near_gpus(self.cfg, available, buses)
+            return []
+
+    @cached_property
+    def _libraries(self) -> dict[str, str]:
+        """Return the variable with which engines use CUDA on an older driver, if they need one."""
+        site = {**dict(self.cfg.launch.env), **for_engine(os.environ)}
+        return engine_libraries(site, self._devices[0].driver if self._devices else None)[1]
 
     def _kv_mb(self) -> int | None:
         """Return the GPU memory left for the engine's KV cache beside the trainer, in MiB; None on a CPU."""
@@ -371,6 +386,7 @@ class Node:
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
             "TORCHINDUCTOR_COMPILE_THREADS": "1",  # a rank compiles four small functions; a process pool costs more
+            **order_of_kernels(self.cfg),
             **variables_of_ranks(self.cfg),
         }
         module = "nemo_prorl.preflight" if only == "preflight" else "nemo_prorl.rank"

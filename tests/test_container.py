@@ -58,7 +58,9 @@ def offences(text: str) -> list[str]:
         if name == "FROM":
             image, _, stage = rest.partition(" AS ")
             known = re.sub(r"\$\{(\w+)\}", lambda m: arguments.get(m[1], ""), image.split("${NEMO_DIGEST:+")[0])
-            if known not in {"scratch", *stages} and not re.search(r":\d+(\.\d+){2,}$|@sha256:[0-9a-f]{64}$", known):
+            if known not in {"scratch", *stages} and not re.search(
+                r":\d+(\.\d+){2,}(-base-ubuntu\d+\.\d+)?$|@sha256:[0-9a-f]{64}$", known
+            ):
                 found.append(f"DL3006 DL3007 no exact tag: {known}")
             stages[stage] = stages.get(known, False)
         elif name == "RUN":
@@ -143,6 +145,19 @@ def test_it_runs_any_command_and_ends_as_a_user() -> None:
     version = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.M)
     assert version is not None
     assert f'image.version="{version[1]}"' in labels
+
+
+def test_only_the_engines_variable_names_the_libraries_for_older_drivers() -> None:
+    """On a library path of the image, or where NVIDIA's container runtime looks, the trainer would get them, too."""
+    steps = instructions(DOCKERFILE.read_text())
+    [copied] = [rest.split() for name, rest in steps if name == "COPY" and "--from=cuda" in rest]
+    assert copied[1:] == ["/usr/local/cuda-13.0/compat/", "cuda-compat/"]
+    variables = [rest for name, rest in steps if name == "ENV" and "cuda" in rest.lower()]
+    assert variables == ["PRORL_CUDA_COMPAT=/opt/nemo_prorl/cuda-compat"]
+    assert not [rest for name, rest in steps if "LD_LIBRARY_PATH" in rest or "ldconfig" in rest]
+    # the wheels' CUDA: the libraries must be of the same major version, and at least as new a minor one
+    pins = read_pins((ROOT / "setup" / "rollout-cuda.lock").read_text())[1]
+    assert pins["nvidia-cuda-runtime"].startswith("13.0.")
 
 
 def sent(path: str) -> bool:

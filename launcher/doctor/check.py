@@ -1,8 +1,9 @@
 """The result of one doctor check, and functions that get a fact from another process."""
 
 import json
+import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,10 +28,13 @@ class NoAnswer(Exception):
     """A program did not start, failed, took too long or printed no answer; the message says which."""
 
 
-def output_of(command: Sequence[str], seconds: float) -> str:
-    """Return the standard output of a program.  Raises NoAnswer."""
+def output_of(command: Sequence[str], seconds: float, variables: Mapping[str, str] | None = None) -> str:
+    """Return the standard output of a program; `variables` are added to its environment.  Raises NoAnswer."""
+    env = {**os.environ, **(variables or {})}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=seconds, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=seconds, check=False, env=env
+        )
     except subprocess.TimeoutExpired as error:
         raise NoAnswer(f"{command[0]} did not finish within {seconds:g} s") from error
     except OSError as error:
@@ -41,10 +45,19 @@ def output_of(command: Sequence[str], seconds: float) -> str:
     return done.stdout
 
 
-def ask(python: str, code: str, arguments: Sequence[str] = (), seconds: float = 120.0) -> Any:
-    """Run `code` in another Python, and return the value that `code` passes to `answer(...)`.  Raises NoAnswer."""
+def ask(
+    python: str,
+    code: str,
+    arguments: Sequence[str] = (),
+    seconds: float = 120.0,
+    variables: Mapping[str, str] | None = None,
+) -> Any:
+    """Run `code` in another Python, and return the value that `code` passes to `answer(...)`.  Raises NoAnswer.
+
+    `variables` are added to the environment of that Python.
+    """
     head = f"import json\ndef answer(value):\n    print({_MARK!r} + json.dumps(value), flush=True)\n"
-    lines = output_of([python, "-c", head + code, *arguments], seconds).splitlines()
+    lines = output_of([python, "-c", head + code, *arguments], seconds, variables).splitlines()
     answers = [line.removeprefix(_MARK) for line in lines if line.startswith(_MARK)]
     if not answers:
         raise NoAnswer(f"{python} ended without error, but printed no answer to the check")

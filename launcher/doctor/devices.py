@@ -17,6 +17,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl.launcher.doctor.check import Check, NoAnswer, ask, gb, output_of
+from nemo_prorl.launcher.environment import engine_libraries, for_engine
 from nemo_prorl.sizing.devices import devices_words, node_devices
 from nemo_prorl.sizing.memory import device_bytes
 
@@ -24,6 +25,7 @@ FP8 = (8, 9)  # Ada; Hopper is 9.0
 FP8_LAYERS = (2, 2, 0)  # first version of Transformer Engine whose FP8 works here, with tensorwise and delayed scales
 DRIVERS = {11: "450", 12: "525", 13: "580"}  # oldest driver branch that runs each CUDA major version
 BF16 = (8, 0)
+ROLLOUT = "the rollout environment"
 _CLOSED = ("Exclusive", "Prohibited")  # compute modes; nvidia-smi prints [N/A] for a device without modes
 IDLE_BYTES = 1 << 30  # a GPU with more memory in use than this is used by another program
 _SMI = [
@@ -33,13 +35,26 @@ _SMI = [
 ]
 _DRIVER = """
 import ctypes
-version = ctypes.c_int(0)
+version, status = ctypes.c_int(0), 0
 try:
-    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    cuda = ctypes.CDLL("libcuda.so.1")
+    cuda.cuDriverGetVersion(ctypes.byref(version))
+    status = cuda.cuInit(0)
 except OSError:
     pass
-answer(version.value)
+answer([version.value, status])
 """
+_UNFIT = {  # what cuInit returns, and the cure
+    802: ("the GPUs' switches are not ready", "start nvidia-fabricmanager on the node"),
+    803: (
+        "the driver does not take the forward-compatibility libraries",
+        "install driver 580 or later, or the newest of branch 535, 550 or 570: only these take the libraries",
+    ),
+    804: (
+        "this GPU does not take forward-compatibility libraries",
+        "install driver 580 or later, and unset PRORL_CUDA_COMPAT: only data-centre GPUs take such libraries",
+    ),
+}
 _IMAGE = (
     "run in the image built from NVIDIA's NeMo container: sbatch slurm/stage.sbatch STAGE --container-image=IMAGE"
     " (docs/howto/container.md)"
@@ -66,6 +81,15 @@ class Gpu:
 
 
 @dataclass(frozen=True)
+class Libcuda:
+    """The part of the driver that a process of one environment loads."""
+
+    runs: int  # newest CUDA version, as 1000 * major + 10 * minor; 0: libcuda cannot be loaded
+    status: int = 0  # what cuInit returns; 0: CUDA starts
+    folder: Path | None = None  # folder of the forward-compatibility libraries, if the process uses them
+
+
+@dataclass(frozen=True)
 class TorchFacts:
     """The version of torch in one environment, and the number of GPUs that it sees."""
 
@@ -84,9 +108,13 @@ def check_gpus(cfg: DictConfig, rollout_python: Path) -> Iterator[Check]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # the check `container` reports it
             version = importlib.metadata.version("transformer-engine")
             yield judge_layers(version, OmegaConf.select(cfg, "model.fp8") is not None)
-    for name, python in (("torch", sys.executable), ("engine", str(rollout_python))):
+    try:
+        variables = _libraries_of_engines(cfg, os.environ, query())[1]
+    except (NoAnswer, ValueError):  # the check `gpus` reports it
+        variables = {}
+    for name, python, more in (("torch", sys.executable, {}), ("engine", str(rollout_python), variables)):
         try:
-            facts = TorchFacts(**ask(python, _TORCH))
+            facts = TorchFacts(**ask(python, _TORCH, variables=more))
         except NoAnswer as error:
             yield Check(name, "fail", f"torch could not be queried: {error}", "repair the environment: `make setup`")
             continue
@@ -123,15 +151,39 @@ def check_node_gpus(
     yield judge_modes(gpus)
     bf16 = cfg.rollout.dtype == "bfloat16" or (trains and str(cfg.trainer.precision).startswith("bf16"))
     yield judge_capability(gpus, OmegaConf.select(cfg, "model.fp8") if trains else None, bf16)
-    cuda = {"the rollout environment": cuda_of_torch(_packages(rollout_python))}
+    yield _check_driver(_libraries_of_engines(cfg, environment, gpus), rollout_python, gpus, trains)
+
+
+def _libraries_of_engines(
+    cfg: DictConfig, environment: Mapping[str, str], gpus: Sequence[Gpu]
+) -> tuple[Path | None, dict[str, str]]:
+    """Return the forward-compatibility libraries of engines on this node, and their variable, as a run sets it."""
+    site = {**dict(cfg.launch.env), **for_engine(environment)}
+    return engine_libraries(site, gpus[0].driver if gpus else None)
+
+
+def _check_driver(
+    engines: tuple[Path | None, dict[str, str]], rollout_python: Path, gpus: Sequence[Gpu], trains: bool
+) -> Check:
+    """Check that the driver runs the CUDA versions of both environments.
+
+    Args:
+        engines: result of `_libraries_of_engines`.
+        trains: whether a trainer runs on the node, too.
+    """
+    cuda = {}
     spec = importlib.util.find_spec("torch") if trains else None
-    if spec is not None and spec.origin is not None:
-        cuda["the training environment"] = cuda_of_torch([Path(spec.origin).parent.parent])
     try:
-        yield judge_driver(cuda, ask(sys.executable, _DRIVER, seconds=30), gpus[0].driver if gpus else "none")
+        folder, variables = engines
+        found = Libcuda(*ask(sys.executable, _DRIVER, seconds=60, variables=variables), folder)
+        cuda[ROLLOUT] = (cuda_of_torch(_packages(rollout_python)), found)
+        if spec is not None and spec.origin is not None:
+            found = Libcuda(*ask(sys.executable, _DRIVER, seconds=60)) if variables else found
+            cuda["the training environment"] = (cuda_of_torch([Path(spec.origin).parent.parent]), found)
+        return judge_driver(cuda, gpus[0].driver if gpus else "none")
     except NoAnswer as error:
         text = f"the driver's CUDA version could not be queried: {error}"
-        yield Check("driver", "fail", text, "see what nvidia-smi prints")
+        return Check("driver", "fail", text, "see what nvidia-smi prints")
 
 
 def query() -> list[Gpu]:
@@ -213,29 +265,36 @@ def judge_modes(gpus: Sequence[Gpu]) -> Check:
     return Check("compute mode", "pass", "Default")
 
 
-def judge_driver(cuda: Mapping[str, str | None], runs: int, driver: str) -> Check:
+def judge_driver(cuda: Mapping[str, tuple[str | None, Libcuda]], driver: str) -> Check:
     """Judge whether the driver runs the CUDA versions that torch was built for.
 
     Args:
-        cuda: CUDA version of torch in each environment; None: a CPU build.
-        runs: newest CUDA version that libcuda runs, as 1000 * major + 10 * minor; 0: libcuda cannot be loaded.
+        cuda: for each environment the CUDA version of its torch (None: a CPU build) and the libcuda that it loads.
         driver: version of the driver.
     """
-    if not runs:
-        cure = "start the container with NVIDIA_DRIVER_CAPABILITIES=compute,utility, or install the driver"
-        return Check("driver", "fail", "libcuda.so.1 cannot be loaded", cure)
-    newest = f"{runs // 1000}.{runs % 1000 // 10}"
-    for name, version in cuda.items():
-        if version is not None and (major := int(version.split(".")[0])) > runs // 1000:
-            text = f"torch of {name} is built for CUDA {version}; driver {driver} runs at most CUDA {newest}"
-            package = f"cuda-compat-{version.replace('.', '-')}"
-            cure = (
-                f"install driver {DRIVERS.get(major, 'of a newer branch')} or later, or the package {package} in the"
-                f" image (data-centre GPUs only), or torch for CUDA {major - 1} in that environment"
-                " (docs/howto/container.md)"
-            )
+    said = [driver]
+    for name, (version, libcuda) in cuda.items():
+        if not libcuda.runs:
+            cure = "start the container with NVIDIA_DRIVER_CAPABILITIES=compute,utility, or install the driver"
+            return Check("driver", "fail", "libcuda.so.1 cannot be loaded", cure)
+        newest = f"{libcuda.runs // 1000}.{libcuda.runs % 1000 // 10}"
+        through = f" with the libraries in {libcuda.folder}" if libcuda.folder else ""
+        if libcuda.status:
+            meaning, cure = _UNFIT.get(libcuda.status, ("an error of the driver", "see the log of the node's kernel"))
+            text = f"{driver}: CUDA does not start in {name}{through}: error {libcuda.status}, {meaning}"
             return Check("driver", "fail", text, cure)
-    return Check("driver", "pass", f"{driver}, CUDA {newest}")
+        if version is not None and (major := int(version.split(".")[0])) > libcuda.runs // 1000:
+            text = f"torch of {name} is built for CUDA {version}; driver {driver} runs at most CUDA {newest}{through}"
+            cure = f"install driver {DRIVERS.get(major, 'of a newer branch')} or later"
+            if name == ROLLOUT:
+                package = f"cuda-compat-{version.replace('.', '-')}"
+                cure += (
+                    f", or set PRORL_CUDA_COMPAT to the folder of NVIDIA's package {package}, which the image has"
+                    " (data-centre GPUs with driver 535, 550 or 570; docs/howto/container.md)"
+                )
+            return Check("driver", "fail", text, cure)
+        said.append(f"CUDA {newest} in {name}{through}")
+    return Check("driver", "pass", ", ".join(said))
 
 
 def parse_smi(text: str) -> list[Gpu]:

@@ -70,7 +70,7 @@ def test_torch_on_gpus(change: dict[str, Any], state: str) -> None:
 
 
 def test_a_cpu_configuration_is_asked_for_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: Any) -> str:
+    def refused(*_: Any, **__: Any) -> str:
         raise NoAnswer("nvidia-smi cannot be run")
 
     monkeypatch.setattr(devices, "output_of", refused)

@@ -13,6 +13,7 @@ from nemo_prorl.launcher import environment
 from nemo_prorl.launcher.processes import Child, MergedLog
 from nemo_prorl.launcher.supervisor import Node
 from nemo_prorl.settings import load
+from tests.launcher.test_gpu_node import GPU
 
 pytestmark = pytest.mark.starts
 
@@ -49,11 +50,29 @@ def test_an_engine_gets_nothing_that_is_the_trainer_s(tmp_path: Path, monkeypatc
     foreign += ["RANK", "LOCAL_RANK", "WORLD_SIZE", "PYTHONPATH"]
     for name in [*foreign, "CUDA_MODULE_LOADING"]:
         monkeypatch.setenv(name, "theirs")
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/usr/lib/python3.12/dist-packages/torch/lib:/usr/local/nvidia/lib64")
     made = children(tmp_path, "+launch.env.NCCL_DEBUG=WARN")
     engine, rank = made["engine-0"].env, made["trainer-0"].env
     assert not [name for name in foreign if name in engine]
     assert (engine["NCCL_DEBUG"], engine["CUDA_MODULE_LOADING"]) == ("WARN", "theirs")
+    assert engine["LD_LIBRARY_PATH"] == "/usr/local/nvidia/lib64"
+    assert rank["LD_LIBRARY_PATH"] == os.environ["LD_LIBRARY_PATH"]
     assert (rank["NCCL_IB_HCA"], rank["PYTHONPATH"], rank["RANK"]) == ("theirs", "theirs", "0")
+
+
+@pytest.mark.parametrize(("tensor_parallel", "given", "expected"), [(1, None, None), (2, None, "1"), (1, "8", "8")])
+def test_only_ranks_order_their_kernels_and_only_if_tensor_parallel(
+    tensor_parallel: int, given: str | None, expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")  # no nvidia-smi
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.delenv(name, raising=False)
+    if given is not None:
+        monkeypatch.setenv(name, given)
+    layout = [f"model.tensor_model_parallel_size={tensor_parallel}", "rollout.kv_cache_mb=1000"]
+    made = children(tmp_path, *GPU, *layout)
+    assert made["trainer-0"].env.get(name) == expected
+    assert name not in made["engine-0"].env
 
 
 def test_a_user_without_a_passwd_entry_gets_a_name_and_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

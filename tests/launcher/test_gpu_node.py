@@ -5,6 +5,7 @@ is asked and how it is judged, not what a real driver says.
 """
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,13 +19,14 @@ from nemo_prorl.launcher import node as node_module
 from nemo_prorl.launcher.doctor import devices, network
 from nemo_prorl.launcher.prepare import check_node
 from nemo_prorl.launcher.processes import MergedLog
+from nemo_prorl.launcher.supervisor import Node
 from nemo_prorl.sizing.cores import Cores
 from tests.launcher.test_doctor import states
 from tests.launcher.test_doctor_devices import H100
 
 GPU = ["cluster=h100_4x8", "pretrained_checkpoint.restore_from_path=null", "data=laptop", "trainer.num_nodes=1"]
 GPU += ["rollout.engines=8", f"rollout.python={sys.executable}"]
-LINE = "NVIDIA H100 80GB HBM3, 81559, 0, 9.0, 580.65.06, {mode}, 00000000:{bus:02X}:00.0, GPU-{bus}"
+LINE = "NVIDIA H100 80GB HBM3, 81559, 0, 9.0, {driver}, {mode}, 00000000:{bus:02X}:00.0, GPU-{bus}"
 Smi = Callable[..., None]
 
 
@@ -36,8 +38,8 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Smi:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("NVIDIA_PYTORCH_VERSION", raising=False)
 
-    def show(count: int, mode: str = "Default") -> None:
-        lines = [LINE.format(mode=mode, bus=16 + k) for k in range(count)]
+    def show(count: int, mode: str = "Default", driver: str = "580.65.06") -> None:
+        lines = [LINE.format(mode=mode, bus=16 + k, driver=driver) for k in range(count)]
         program = tmp_path / "bin" / "nvidia-smi"
         program.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
         program.chmod(0o755)
@@ -114,21 +116,78 @@ def test_what_cuda_shows_is_what_counts() -> None:
 
 
 def test_a_driver_must_run_the_cuda_of_both_environments(tmp_path: Path) -> None:
-    rollout = "the rollout environment"
-    good = devices.judge_driver({rollout: "13.0", "the training environment": "12.8"}, 13000, "580.65.06")
-    old = devices.judge_driver({rollout: "13.0"}, 12080, "570.86.15")
-    cpu = devices.judge_driver({rollout: None}, 12080, "570.86.15")
-    assert states([good, old, cpu, devices.judge_driver({}, 0, "none")]) == ["pass", "fail", "pass", "fail"]
+    rollout, training = devices.ROLLOUT, "the training environment"
+    new, older, none = devices.Libcuda(13000), devices.Libcuda(12080), devices.Libcuda(0)
+    good = devices.judge_driver({rollout: ("13.0", new), training: ("12.8", new)}, "580.65.06")
+    old = devices.judge_driver({rollout: ("13.0", older)}, "570.86.15")
+    cpu = devices.judge_driver({rollout: (None, older)}, "570.86.15")
+    trainer = devices.judge_driver({rollout: ("13.0", new), training: ("13.0", older)}, "570.86.15")
+    checks = [good, old, cpu, devices.judge_driver({rollout: ("13.0", none)}, "none"), trainer]
+    assert states(checks) == ["pass", "fail", "pass", "fail", "fail"]
     assert (
         "torch of the rollout environment is built for CUDA 13.0; driver 570.86.15 runs at most CUDA 12.8" in old.text
     )
     assert "install driver 580 or later" in old.cure
     assert "cuda-compat-13-0" in old.cure
+    assert "PRORL_CUDA_COMPAT" not in trainer.cure  # the trainer has its image's CUDA
     for line, expected in (("cuda: Optional[str] = '13.0'", "13.0"), ("cuda = None", None)):
         (tmp_path / "torch").mkdir(exist_ok=True)
         (tmp_path / "torch" / "version.py").write_text(f"__version__ = '2.11.0'\ndebug = False\n{line}\nhip = None\n")
         assert devices.cuda_of_torch([tmp_path]) == expected
     assert devices.cuda_of_torch([tmp_path / "nowhere"]) is None
+
+
+def libcuda(folder: Path, driver: str, runs: int, status: int = 0) -> Path:
+    """A folder with a libcuda.so.1 that answers as the driver's does."""
+    folder.mkdir(exist_ok=True)
+    source, library = folder / "cuda.c", folder / f"libcuda.so.{driver}"
+    version = f"int cuDriverGetVersion(int *version) {{ *version = {runs}; return 0; }}"
+    source.write_text(f"{version}\nint cuInit(unsigned flags) {{ return {status}; }}\n")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    (folder / "libcuda.so.1").unlink(missing_ok=True)
+    (folder / "libcuda.so.1").symlink_to(library.name)
+    return folder
+
+
+@pytest.mark.starts
+def test_on_an_older_driver_engines_alone_load_the_compatibility_libraries(
+    smi: Smi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, compat = libcuda(tmp_path / "own", "550.54.15", 12040), libcuda(tmp_path / "compat", "580.95.05", 13000)
+    torch = tmp_path / "venv" / "lib" / "python3.12" / "site-packages" / "torch"
+    torch.mkdir(parents=True)
+    (torch / "version.py").write_text("cuda: Optional[str] = '13.0'\n")
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(own))
+    monkeypatch.delenv("PRORL_CUDA_COMPAT", raising=False)
+    cfg = settings.load([*GPU, f"run_dir={tmp_path}", "rollout.kv_cache_mb=1000"])
+
+    def driver() -> devices.Check:
+        found = devices.check_node_gpus(cfg, os.environ, tmp_path / "venv" / "bin" / "python")
+        return next(check for check in found if check.name == "driver")
+
+    def paths() -> dict[str, str]:
+        node = Node(cfg, tmp_path, ["chain_sum"], MergedLog(tmp_path / "all.log"))
+        made = [*node.services(tmp_path), *node._ranks(None)]
+        return {child.name: child.env["LD_LIBRARY_PATH"] for child in made}
+
+    smi(8, driver="550.54.15")
+    assert "is built for CUDA 13.0; driver 550.54.15 runs at most CUDA 12.4" in driver().text
+    assert set(paths().values()) == {str(own)}
+    monkeypatch.setenv("PRORL_CUDA_COMPAT", str(compat))
+    good = driver()
+    assert (good.state, good.text) == (
+        "pass",
+        f"550.54.15, CUDA 13.0 in the rollout environment with the libraries in {compat},"
+        " CUDA 12.4 in the training environment",
+    )
+    engines = {name: path for name, path in paths().items() if path != str(own)}
+    assert engines == {f"engine-{k}": f"{compat}{os.pathsep}{own}" for k in range(8)}
+    libcuda(compat, "580.95.05", 13000, status=803)
+    assert "error 803, the driver does not take the forward-compatibility libraries" in driver().text
+    for newer in ("580.65.06", "595.58"):  # CUDA refuses older libraries there
+        smi(8, driver=newer)
+        assert "error" not in driver().text
+        assert set(paths().values()) == {str(own)}
 
 
 def test_a_name_that_only_this_machine_understands_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,9 @@ def set_environment(threads: int, eager: bool) -> None:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
+        # FlashInfer compiles its sampler when an engine starts, with the image's compiler for CUDA 12.8, while vLLM's
+        # wheels are for CUDA 13.  vLLM never uses this sampler with seeds or processed log-probabilities, as here.
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "PYTHONPATH": os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH", "")))),
     }
     if is_cpu_build():

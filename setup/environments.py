@@ -229,11 +229,16 @@ def install_lines(env: Environment, lines: Collection[str], step: str, *options:
 
 
 def install_locked(env: Environment, torch_index: str) -> None:
-    """Install all packages of the lock file, then torch; fail if torch does not accept the locked versions."""
+    """Install all packages of the lock file, then torch; fail if torch does not accept the locked versions.
+
+    A lock with the line `# torch: none` is for an environment without torch.
+    """
     lines = locked_lines(env.lock)
     install_lines(env, [lines[name] for name in BUILDERS if name in lines], "build tools")
     install_lines(env, lines.values(), f"{len(lines)} packages from {env.lock.name} (usually {env.minutes:g} min)")
-    torch = f"torch=={directive(env.lock, 'torch')}"
+    if (version := directive(env.lock, "torch")) == "none":
+        return
+    torch = f"torch=={version}"
     index = ["--index-url", torch_index] if torch_index else []
     with tempfile.NamedTemporaryFile("w") as constraints:
         constraints.writelines(f"{name}=={version}\n" for name, version in read_pins(env.lock.read_text())[1].items())
@@ -369,6 +374,8 @@ def environments(arguments: argparse.Namespace) -> list[Environment]:
     rollout = Environment("rollout", arguments.rollout_lock, (ROOT,), gigabytes=size, minutes=1.5)
     if getattr(arguments, "only", None) == "trl":  # only benchmarks/versus_trl.py needs this environment
         return [Environment("trl", ROOT / "setup" / "trl.lock", (), gigabytes=1.8, minutes=1)]
+    if getattr(arguments, "only", None) == "triton":  # only benchmarks/sampler_v2.py needs this environment
+        return [Environment("triton", ROOT / "setup" / "triton.lock", (), gigabytes=0.8, minutes=1)]
     return [train, rollout]
 
 
@@ -382,8 +389,11 @@ def main() -> int:
     parser.add_argument(
         "--rollout-lock", type=Path, default=ROOT / "setup" / "rollout.lock", help=lock_help.format("rollout")
     )
-    only_help = "create only this environment; trl: for benchmarks/versus_trl.py; default: train and rollout"
-    parser.add_argument("--only", choices=["train", "rollout", "trl"], help=only_help)
+    only_help = (
+        "create only this environment; trl and triton: for benchmarks/versus_trl.py and benchmarks/sampler_v2.py;"
+    )
+    only_help += " default: train and rollout"
+    parser.add_argument("--only", choices=["train", "rollout", "trl", "triton"], help=only_help)
     parser.add_argument("--torch-index", default="", help="URL of the package index with torch; default: pip's index")
     in_place_help = (
         "install the environment 'train' into this Python, that of NVIDIA's NeMo container, and not into .venv/train"

@@ -51,10 +51,11 @@ def test_an_engine_gets_nothing_that_is_the_trainer_s(tmp_path: Path, monkeypatc
     for name in [*foreign, "CUDA_MODULE_LOADING"]:
         monkeypatch.setenv(name, "theirs")
     monkeypatch.setenv("LD_LIBRARY_PATH", "/usr/lib/python3.12/dist-packages/torch/lib:/usr/local/nvidia/lib64")
-    made = children(tmp_path, "+launch.env.NCCL_DEBUG=WARN")
+    made = children(tmp_path, "+launch.env.NCCL_DEBUG=WARN", "+launch.env.VLLM_USE_V2_MODEL_RUNNER=0")
     engine, rank = made["engine-0"].env, made["trainer-0"].env
     assert not [name for name in foreign if name in engine]
     assert (engine["NCCL_DEBUG"], engine["CUDA_MODULE_LOADING"]) == ("WARN", "theirs")
+    assert engine["VLLM_USE_V2_MODEL_RUNNER"] == "0"  # the way back in docs/howto/troubleshooting.md
     assert engine["LD_LIBRARY_PATH"] == "/usr/local/nvidia/lib64"
     assert rank["LD_LIBRARY_PATH"] == os.environ["LD_LIBRARY_PATH"]
     assert (rank["NCCL_IB_HCA"], rank["PYTHONPATH"], rank["RANK"]) == ("theirs", "theirs", "0")

@@ -1,16 +1,20 @@
 """What is changed in an engine's core, in the engine's environment; real engines run with it in test_engine.py.
 
-vLLM schedules ahead on GPUs alone, so the class for that is looked at here; likewise what its GPU worker does with the
-options for memory.  Each test is a program that runs in the
-engine's environment: all of them in one process, which imports vLLM once and makes a child for each.
+vLLM schedules ahead on GPUs alone unless it is asked to, so the class for that is looked at here; likewise what its GPU
+worker does with the options for memory.  Each test is a program that runs in the engine's environment: all but the slow
+one in one process, which imports vLLM once and makes a child for each.
 """
 
+import json
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 
-from tests.rollout.engines import ROOT
+from nemo_prorl.rollout.endpoints import SamplingParams
+from tests.rollout.engines import ROOT, EngineProcess
+from tests.rollout.test_engine import GREEDY, PROMPTS, ask_all, load, published
 
 pytestmark = pytest.mark.vllm
 
@@ -53,6 +57,7 @@ import time
 from types import SimpleNamespace
 import numpy as np
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import LogprobsLists
@@ -76,6 +81,7 @@ for Kind, base in ((AsyncWholeResponses, AsyncScheduler), (WholeResponses, Sched
     scheduler = Kind.__new__(Kind)
     scheduler._held, scheduler.requests, scheduler._released = {}, {}, time.monotonic()
     scheduler._kv_peak, scheduler.kv_cache_manager = 0.0, SimpleNamespace(usage=0.5)
+    scheduler._pause_state = PauseState.UNPAUSED
     assert step(scheduler, sampled("a", 5, -1.5), sampled("b", 6)) == []
     scheduler.kv_cache_manager.usage = 0.25
     assert step(scheduler, sampled("c", 1, -1.0), sampled("d", 1)) == []
@@ -100,6 +106,22 @@ for Kind, base in ((AsyncWholeResponses, AsyncScheduler), (WholeResponses, Sched
     assert (rest.new_token_ids, rest.new_logprobs.logprobs.tolist()) == ([7, 1], [[-3.5], [-0.5]])
     scheduler.finish_requests(None, None)
     assert scheduler._held == {}
+
+    # a pause that keeps the responses: one more step returns all that is stored, also of responses that wait
+    base.has_requests = lambda self: False
+    assert step(scheduler, sampled("f", 5, -1.5), sampled("g", 6)) == []
+    assert not scheduler.has_requests()
+    scheduler.requests = {name: SimpleNamespace(client_index=0, sampling_params=SimpleNamespace(
+        eos_token_id=None, stop_token_ids=[]), max_tokens=9, num_prompt_tokens=1) for name in "fg"}
+    scheduler._pause_state, scheduler.max_model_len = PauseState.PAUSED_ALL, 9
+    assert scheduler.has_requests()
+    both = step(scheduler, sampled("f", 7, -2.5))
+    assert [(o.request_id, o.new_token_ids, o.finish_reason) for o in both] == [("f", [5, 7], None), ("g", [6], None)]
+    assert both[0].new_logprobs.logprobs.tolist() == [[-1.5], [-2.5]]
+    assert not scheduler.has_requests()
+    scheduler._pause_state = PauseState.UNPAUSED
+    (rest,) = step(scheduler, sampled("g", 1, None, FinishReason.STOP))
+    assert rest.new_token_ids == [1]
 """
 
 
@@ -111,6 +133,7 @@ MIDDLE = """
 import time
 from types import SimpleNamespace
 import numpy as np
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import LogprobsLists
@@ -152,6 +175,7 @@ def steps(kind, columns, **counts):
     scheduler = kind.__new__(kind)
     scheduler._held, scheduler.max_model_len, scheduler._released = {}, 9, time.monotonic()
     scheduler._kv_peak, scheduler.kv_cache_manager = 0.0, SimpleNamespace(usage=0.5)
+    scheduler._pause_state = PauseState.UNPAUSED
     scheduler.requests = {name: Request(name, 4, None if name == "quiet" else 0) for name in columns}
     scheduler.requests["long"].max_tokens = 100  # the context ends it
     done, requests = {}, dict(scheduler.requests)
@@ -287,3 +311,115 @@ assert alone == {"enable_sleep_mode": False}, "without a size vLLM's own share d
 def test_an_engine_starts_beside_a_trainer_and_gets_the_kv_cache_that_it_was_given(said: dict[str, str]) -> None:
     """vLLM's own functions of a GPU's worker, with the sizes of a GPU; no GPU is used."""
     assert said["MEMORY"] == "ended with 0", said["MEMORY"]
+
+
+HELD = """
+from nemo_prorl.rollout.engine.vllm_internals import scheduler
+
+scheduler.RELEASE_S = 1e9  # tokens are returned with a finished response, or before a pause, only
+
+def make_scheduler(*args, **options):
+    made = scheduler.make_scheduler(*args, **options)
+    assert type(made) is scheduler.AsyncWholeResponses, type(made)
+    return made
+"""
+AHEAD = """
+import asyncio, json, sys
+from nemo_prorl.rollout.engine import server as module, setup, vllm_internals
+from nemo_prorl.rollout.engine.requests import GenerateRequest
+from nemo_prorl.rollout.engine.sleep import EngineSleep
+
+async def paused(server, engine, request):
+    'Pause as soon as tokens were sampled; change the version; return the lines and the number of tokens at the pause.'
+    await engine.update_weight_version("1")
+    before, tasks = server.tokens, server._start(GenerateRequest(**request))
+    while server.tokens == before:
+        assert not any(task.done() for task in tasks), "no token was returned before the responses ended"
+        await asyncio.sleep(0.05)
+        await engine.pause_generation(mode="keep", clear_cache=False)
+        await asyncio.sleep(0.3)  # seconds for the last tokens to come through
+        at_pause = server.tokens - before
+        await engine.update_weight_version("1" if server.tokens == before else "2")
+        await engine.resume_generation()
+    return await asyncio.gather(*tasks), at_pause
+
+async def main():
+    args = module.arguments(sys.argv[2:])
+    module.set_environment(args.threads, args.eager)
+    vllm_internals.scheduler_options = lambda: {"scheduler_cls": "held.make_scheduler", "async_scheduling": True}
+    engine = setup.make_engine(args)
+    assert engine.vllm_config.scheduler_config.async_scheduling is True
+    limits = setup.limits_of(engine.model_config.hf_config, args.max_model_len)
+    sleep = EngineSleep(engine, True, False)
+    server = module.EngineServer(engine, limits, {}, args.weights_dir, 3.0, sleep, "engine-0")
+    spans, generate = {}, engine.generate
+
+    async def recording(prompt, params, name):
+        async for last in generate(prompt, params, name):
+            yield last
+        spans[name] = [(span.version, span.start) for span in last.outputs[0].weight_versions]
+    engine.generate = recording
+
+    said = {}
+    for name, requests in json.loads(sys.argv[1]).items():
+        await engine.update_weight_version("0")
+        tasks = [task for request in requests for task in server._start(GenerateRequest(**request))]
+        said[name] = await asyncio.gather(*tasks)
+    (long,) = json.loads(sys.argv[1])["long"]
+
+    gone = server._start(GenerateRequest(**long))  # a client that goes away
+    await asyncio.sleep(0.1)
+    for task in gone:
+        task.cancel()
+    await asyncio.gather(*gone, return_exceptions=True)
+    while engine.get_num_unfinished_requests():
+        await asyncio.sleep(0.01)
+
+    spans.clear()
+    said["paused"], said["at_pause"] = await paused(server, engine, long)
+    said["spans"] = list(spans.values())
+    assert await engine.reset_prefix_cache()
+    await server.sleeping.fall_asleep(2)
+    await server.sleeping.wake(("weights", "kv_cache"))
+    print("SAID", json.dumps(said), flush=True)
+    engine.shutdown()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow  # starts an engine of its own
+def test_an_engine_that_schedules_ahead_answers_as_one_that_does_not(
+    engine: EngineProcess, vllm_python: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """The scheduler of GPUs, with the model on a CPU; vLLM marks each token with the weight version of its return."""
+    (tmp_path / "held.py").write_text(HELD)
+    drawn = SamplingParams(temperature=1.2, max_tokens=100)
+    seeds = list(range(20, 36))
+    requests = {
+        "greedy": [
+            {"prompt": p, "seeds": [1], "temperature": 0.0, "max_tokens": 32, "stop_token_ids": []} for p in PROMPTS
+        ],
+        "drawn": [{"prompt": p, "seeds": [5, 6], "temperature": 1.2, "max_tokens": 100} for p in PROMPTS],
+        "long": [{"prompt": PROMPTS[0], "seeds": seeds, "temperature": 1.2, "max_tokens": 300, "stop_token_ids": []}],
+    }
+    options = ["--eager", "--kv-mb=256", "--max-model-len=512", "--token-file=none"]
+    command = [vllm_python, "-c", AHEAD, json.dumps(requests), *options]
+    command += [f"--model={models['tied0']}", f"--weights-dir={tmp_path}"]
+    paths = f"{ROOT}{os.pathsep}{tmp_path}"
+    environment = {**os.environ, "PYTHONPATH": paths}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = json.loads(done.stdout.split("SAID ")[1])
+
+    def answers(name: str) -> list[tuple[list[int], list[float]]]:
+        return [(line["token_ids"], line["logprobs"]) for line in map(json.loads, said[name])]
+
+    load(engine, published(engine, models["tied0"], 0), 0)
+    for name, found in (("greedy", ask_all(engine, GREEDY)), ("drawn", ask_all(engine, drawn, (5, 6)))):
+        assert answers(name) == [(list(one.token_ids), list(one.logprobs)) for one in found]
+    assert answers("paused") == answers("long")
+    starts = [dict(span) for span in said["spans"]]
+    assert [list(start) for start in starts] == [["1", "2"]] * len(seeds)
+    assert {start["1"] for start in starts} == {0}
+    assert 0 < sum(start["2"] for start in starts) == said["at_pause"]

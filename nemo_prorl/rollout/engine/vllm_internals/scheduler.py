@@ -4,8 +4,8 @@ vLLM returns each token of each response as soon as it is sampled.  With each to
 log-probability from one process of the engine to the other.  This project uses only finished responses.  With a small
 model on a CPU, holding the tokens back saves a fifth of the engine's time.  vLLM's bookkeeping for the tokens in the
 middle of a response takes another tenth; `_store_middle_tokens` replaces this bookkeeping.  The tokens of unfinished
-responses are returned every `RELEASE_S` seconds, so that the server can count the tokens.  Finished responses carry the
-peak use of the KV cache, which vLLM itself reports only if its statistics are on.
+responses are returned every `RELEASE_S` seconds, so that the server can count the tokens, and before a pause.
+Finished responses carry the peak use of the KV cache, which vLLM itself reports only if its statistics are on.
 
 Runs in the engine core's process.
 """
@@ -17,7 +17,9 @@ from typing import Any
 
 import numpy as np
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import RequestStatus
 
@@ -54,12 +56,15 @@ class WholeResponses(Scheduler):  # type: ignore[misc]
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         # Read first, because vLLM's method frees the blocks of the responses that end in this step.
         self._kv_peak = max(self._kv_peak, self.kv_cache_manager.usage)
-        release = time.monotonic() - self._released > RELEASE_S
+        paused = self.pause_state == PauseState.PAUSED_ALL
+        release = paused or time.monotonic() - self._released > RELEASE_S
         if release:
             self._released = time.monotonic()
         elif not self.schedules_ahead:
             scheduler_output = self._store_middle_tokens(scheduler_output, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if paused:
+            self._add_stored(outputs)
         for client in outputs.values():
             client.outputs = [output for output in client.outputs if self._hold(output, release)]
             ended = [output for output in client.outputs if output.finish_reason is not None]
@@ -67,6 +72,22 @@ class WholeResponses(Scheduler):  # type: ignore[misc]
                 output.kv_transfer_params = {KV_CACHE_PEAK: self._kv_peak}
             self._kv_peak = 0.0 if ended else self._kv_peak
         return outputs
+
+    def has_requests(self) -> bool:
+        """Return whether a step is due; in a pause that keeps the responses, until their stored tokens are returned.
+
+        Weights may change in such a pause, and vLLM marks tokens with the weight version at the time of their return.
+        """
+        stored = self.pause_state == PauseState.PAUSED_ALL and any(held.tokens for held in self._held.values())
+        return stored or super().has_requests()
+
+    def _add_stored(self, outputs: dict[int, Any]) -> None:
+        """Add an output for each response that has stored tokens and is not in this step's `outputs`."""
+        present = {output.request_id for client in outputs.values() for output in client.outputs}
+        for request_id, held in self._held.items():
+            if held.tokens and request_id not in present:
+                client = outputs.setdefault(self.requests[request_id].client_index, EngineCoreOutputs())
+                client.outputs.append(EngineCoreOutput(request_id, []))
 
     def _store_middle_tokens(self, scheduler_output: Any, sampled: Any) -> Any:
         """Store the new tokens of this step that neither begin nor end a response.
@@ -137,7 +158,11 @@ class WholeResponses(Scheduler):  # type: ignore[misc]
         return _Held(stops, min(request.max_tokens, self.max_model_len - request.num_prompt_tokens))
 
     def finish_requests(self, request_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        """Finish these requests (None: all requests) early, and drop their stored tokens."""
+        """Finish these requests (None: all requests) early, and drop their stored tokens.
+
+        vLLM returns an aborted response without new tokens, and its front end drops what comes later for it.  The
+        server makes an error of an aborted response, so nothing needs its tokens.
+        """
         if request_ids is None:
             self._held.clear()
         else:

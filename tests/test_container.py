@@ -410,6 +410,18 @@ def test_the_names_for_the_container_are_pinned_and_complete() -> None:
     assert needed - set(ours) <= set(names)
 
 
+def test_triton_is_that_of_the_engines_and_comes_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """benchmarks/sampler_v2.py adds it to the rollout environment, which has torch."""
+    steps: list[str] = []
+    monkeypatch.setattr(environments, "run_pip", lambda env, arguments, step, count=0: steps.append(step))
+    locks = [ROOT / "setup" / f"{name}.lock" for name in ("triton", "trl")]
+    for lock in locks:
+        environments.install_locked(environments.Environment(lock.stem, lock, (), 1.0, 1.0), "")
+    assert [step.split(" ")[0] for step in steps if "torch" in step] == ["torch==2.13.0"]
+    cuda = read_pins((ROOT / "setup" / "rollout-cuda.lock").read_text())[1]
+    assert read_pins(locks[0].read_text())[1] == {"triton": cuda["triton"]}
+
+
 def test_the_cuda_pins_are_the_laptops() -> None:
     cuda, laptop = ROOT / "setup" / "rollout-cuda.in", ROOT / "setup" / "rollout.lock"
     pins, laptop_pins = read_pins(cuda.read_text())[1], read_pins(laptop.read_text())[1]

@@ -450,7 +450,6 @@ def test_an_engine_that_schedules_ahead_answers_as_one_that_does_not(
     for name, found in (("greedy", ask_all(engine, GREEDY)), ("drawn", ask_all(engine, drawn, (5, 6)))):
         assert answers(name) == [(list(one.token_ids), list(one.logprobs)) for one in found]
     assert answers("paused") == answers("long")
-    starts = [dict(span) for span in said["spans"]]
-    assert [list(start) for start in starts] == [["1", "2"]] * len(seeds)
-    assert {start["1"] for start in starts} == {0}
+    starts = [dict(span) for span in said["spans"]]  # {version: first token}; some responses began after the pause
+    assert [list(start)[-1] for start in starts] == ["2"] * len(seeds)
     assert 0 < sum(start["2"] for start in starts) == said["at_pause"]

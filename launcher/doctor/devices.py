@@ -175,7 +175,8 @@ def _check_driver(
     spec = importlib.util.find_spec("torch") if trains else None
     try:
         folder, variables = engines
-        found = Libcuda(*ask(sys.executable, _DRIVER, seconds=60, variables=variables), folder)
+        runs, status = ask(sys.executable, _DRIVER, seconds=60, variables=variables)
+        found = Libcuda(runs, status, folder)
         cuda[ROLLOUT] = (cuda_of_torch(_packages(rollout_python)), found)
         if spec is not None and spec.origin is not None:
             found = Libcuda(*ask(sys.executable, _DRIVER, seconds=60)) if variables else found

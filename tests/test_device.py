@@ -45,7 +45,8 @@ def visible(monkeypatch: pytest.MonkeyPatch) -> Visible:
 
 
 def drawn(own: int) -> list[float]:
-    numbers: list[float] = torch.rand(4, generator=torch.cuda.default_generators[own]).tolist()
+    generators: Any = torch.cuda.default_generators  # torch's type says that there are none
+    numbers: list[float] = torch.rand(4, generator=generators[own]).tolist()
     return numbers
 
 

@@ -89,7 +89,7 @@ class Service(BaseHTTPRequestHandler):
         record = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["record"]
         good = (self.path, self.headers["Authorization"]) == ("/trace", "Bearer " + "t" * 16)
         self.asked.append(record)
-        clock = {"clock": time.monotonic(), "wall": time.time() + 100.0, "boot": "far", "host": "far"}
+        clock: dict[str, Any] = {"clock": time.monotonic(), "wall": time.time() + 100.0, "boot": "far", "host": "far"}
         told = part("engine-0", ("generate", clock["clock"] - 5.0, clock["clock"]), **clock)
         self.send_response(200 if good else 403)
         self.end_headers()

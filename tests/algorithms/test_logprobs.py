@@ -262,7 +262,8 @@ def test_a_block_changes_its_logits_only_if_it_may(with_entropy: bool) -> None:
         ]
         assert torch.equal(given, product) == torch.equal(other, product) == (not reuse)
     for one, two in zip(found[False], found[True], strict=True):
-        assert one is two is None or torch.equal(one, two)
+        assert (one is None) == (two is None)
+        assert one is None or two is None or torch.equal(one, two)
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from nemo_prorl import cli, settings
 from nemo_prorl.errors import UnfitMachine
 from nemo_prorl.launcher import node as node_module
 from nemo_prorl.launcher.doctor import devices, network
+from nemo_prorl.launcher.doctor.check import Check
 from nemo_prorl.launcher.prepare import check_node
 from nemo_prorl.launcher.processes import MergedLog
 from nemo_prorl.launcher.supervisor import Node
@@ -161,7 +162,7 @@ def test_on_an_older_driver_engines_alone_load_the_compatibility_libraries(
     monkeypatch.delenv("PRORL_CUDA_COMPAT", raising=False)
     cfg = settings.load([*GPU, f"run_dir={tmp_path}", "rollout.kv_cache_mb=1000"])
 
-    def driver() -> devices.Check:
+    def driver() -> Check:
         found = devices.check_node_gpus(cfg, os.environ, tmp_path / "venv" / "bin" / "python")
         return next(check for check in found if check.name == "driver")
 

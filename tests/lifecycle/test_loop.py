@@ -195,9 +195,14 @@ def test_requests_are_served_after_their_step(tmp_path: Path, monkeypatch: pytes
     place(tmp_path, "stop", "r-0")
     age(tmp_path / "control" / "r-0.json")  # of an earlier process: dropped
     complete: list[list[int]] = []
-    steps = {
+
+    def third() -> None:
+        complete.append(kept(run))
+        place(tmp_path, "reset", "r-3")
+
+    steps: dict[int, Any] = {
         2: lambda: (place(tmp_path, "validate", "r-1"), place(tmp_path, "checkpoint", "r-2")),
-        3: lambda: (complete.append(kept(run)), place(tmp_path, "reset", "r-3")),
+        3: third,
         4: lambda: place(tmp_path, "stop", "r-4"),
     }
     with pytest.raises(StoppedCleanly, match="control r-4: stopped after step 4"):

@@ -23,7 +23,7 @@ from nemo_prorl.config import GRPOConfig
 from nemo_prorl.policy.tools import export_hf, import_hf
 from nemo_prorl.policy.weights import HFFolder
 from nemo_prorl.settings import load
-from nemo_prorl.sizing.memory import memory_of
+from nemo_prorl.sizing.memory import PIECE, memory_of
 from nemo_prorl.trainer import policy_loss
 from tests.policy.fake_gpu import fake_gpu
 from tests.policy.models import QWEN2, QWEN3, write_model
@@ -139,7 +139,7 @@ def as_on_a_gpu(actor: Any, case: Case, out: Path) -> dict[str, Any]:
     words = [f"model.tensor_model_parallel_size={case.ranks}", "pretrained_checkpoint.restore_from_path=null"]
     real = memory_of(load([f"cluster={case.cluster}", *words])).weights
     scale = real / sum(p.nbytes for p in actor.module.parameters())
-    whole_weights.PIECE, piece = max(1, int(whole_weights.PIECE / scale)), whole_weights.PIECE
+    vars(whole_weights)["PIECE"], piece = max(1, int(PIECE / scale)), PIECE
     found: dict[str, Any] = {}
     host = list(actor.reference.values())
     with fake_gpu(host) as live:
@@ -157,7 +157,7 @@ def as_on_a_gpu(actor: Any, case: Case, out: Path) -> dict[str, Any]:
         with fake_gpu(list(actor.reference.values())) as live:
             work()
         found[name] = scale * live.peak
-    whole_weights.PIECE = piece
+    vars(whole_weights)["PIECE"] = piece
     checkpoint_files.PolicyStore(actor).load(out / "checkpoints" / f"{case.name}-2")
     return found
 

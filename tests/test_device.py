@@ -44,15 +44,20 @@ def visible(monkeypatch: pytest.MonkeyPatch) -> Visible:
     return see
 
 
+def generator(own: int) -> torch.Generator:
+    every: Any = torch.cuda.default_generators  # by its type an empty tuple
+    one: torch.Generator = every[own]
+    return one
+
+
 def drawn(own: int) -> list[float]:
-    generators: Any = torch.cuda.default_generators  # torch's type says that there are none
-    numbers: list[float] = torch.rand(4, generator=generators[own]).tolist()
+    numbers: list[float] = torch.rand(4, generator=generator(own)).tolist()
     return numbers
 
 
 def test_a_resume_where_fewer_gpus_are_visible_goes_on(visible: Visible) -> None:
     visible(8, 5)
-    torch.cuda.default_generators[5].manual_seed(3)
+    generator(5).manual_seed(3)
     drawn(5)
     states = device.random_states()
     assert len(states) == 1

@@ -5,11 +5,13 @@ python benchmarks/gpu_evidence.py --device cpu --small     a test of the section
 ... --wheels DIR            first installs the wheels in DIR into a temporary folder, without network
 ... --sections kernels,actor
 
-Needs a Python with torch, and numpy or its wheel.  The project need not be installed.  Each section is a separate
-process with a time limit, so that a failed or hung section does not affect the others.  Writes after each section.
+A section whose packages are not installed is skipped.  A GPU needs torch, and numpy or its wheel.  The project need not
+be installed.  Each section is a separate process with a time limit, so that a failed or hung section does not affect
+the others.  Writes after each section.
 """
 
 import argparse
+import importlib
 import json
 import os
 import platform
@@ -57,12 +59,17 @@ def packages() -> dict[str, str | None]:
     return found
 
 
+def has_gpu() -> bool:
+    """Return whether this Python has a torch that finds a GPU."""
+    return find_spec("torch") is not None and bool(importlib.import_module("torch").cuda.is_available())
+
+
 def facts(device: str) -> dict[str, Any]:
     """Return a description of the machine: host, packages, device and GPU."""
-    import torch
-
     found: dict[str, Any] = {"host": describe(), "packages": packages(), "device": device, "gpu": None}
     if device == "cuda":
+        import torch
+
         whole = torch.cuda.get_device_properties(0)
         found["gpu"] = {"name": whole.name, "memory_bytes": whole.total_memory, "cuda": torch.version.cuda}
     return found
@@ -157,10 +164,8 @@ def prove(args: argparse.Namespace, folder: Path, fault: str | None) -> int:
     Args:
         fault: error message of the installation of --wheels; None: no error, or no wheels.
     """
-    import torch
-
-    device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
+    device = args.device if args.device != "auto" else "cuda" if has_gpu() else "cpu"
+    if device == "cuda" and not has_gpu():
         sys.stderr.write("--device cuda: torch finds no GPU here; --device cpu --small shows what runs without one\n")
         return 3
     small = args.small or device == "cpu"  # real sizes take hours on a CPU

@@ -33,6 +33,18 @@ def prove(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     return json.loads(files[0].read_text()), files[1].read_text()
 
 
+def test_a_python_without_packages_skips_every_section(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "bare")], check=True)
+    command = [str(tmp_path / "bare" / "bin" / "python"), str(SCRIPT), f"--out={tmp_path}", "--name=bare"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(Path(done.stdout.split()[0]).read_text())
+    assert {(one["state"], one["reason"]) for one in result["sections"].values()} == {
+        ("skipped", "torch is not installed here")
+    }
+    assert result["machine"]["packages"]["torch"] is None
+
+
 @pytest.mark.slow
 @pytest.mark.nemo
 def test_the_real_actor_works_in_bf16_and_the_chunked_kernel_agrees_and_needs_least(tmp_path: Path) -> None:

@@ -15,12 +15,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from gpu import Skipped
+
 PEAK_BF16_FLOPS = {"H100": 989e12, "H200": 989e12}  # dense, by NVIDIA's datasheets
 Emit = Callable[..., None]
-
-
-class Skipped(Exception):
-    """Raised if the machine lacks something that a section needs; the message names it."""
 
 
 @dataclass(frozen=True)

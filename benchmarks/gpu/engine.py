@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from gpu import real
-from gpu.common import Emit, Settings, Skipped
+from gpu import Skipped, real
+from gpu.common import Emit, Settings
 from nemo_prorl.rollout.weights import WeightStore
 
 ROOT = Path(__file__).resolve().parents[2]

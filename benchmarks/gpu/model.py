@@ -63,7 +63,6 @@ def start(settings: Settings) -> None:
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port("127.0.0.1")),
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     }
     if not settings.cuda:
         cpu.enable_megatron()

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from gpu.common import Emit, Settings, Skipped, synchronize
+from gpu import Skipped
+from gpu.common import Emit, Settings, synchronize
 from nemo_prorl.rollout.weights import WeightStore
 
 REPEATS = 5

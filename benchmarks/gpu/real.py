@@ -132,7 +132,6 @@ def build(settings: Settings, folder: Path, *overrides: str) -> tuple[Any, Any]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port("127.0.0.1")),
         "TORCHELASTIC_RUN_ID": "gpu-evidence",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     }
     os.environ.setdefault("NVIDIA_PYTORCH_VERSION", "25.01")  # NeMo reads it; only NVIDIA's image sets it
     if settings.cuda and not has_transformer_engine():

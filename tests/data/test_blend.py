@@ -138,6 +138,11 @@ def test_files_are_split_too(tmp_path: Path) -> None:
     data.train[0].path = data.validation[0].path
     with pytest.raises(DataError, match=r"'t': no record of .*held\.jsonl is left"):
         load_sources(data)
+    other = Path(write(tmp_path / "other.jsonl", range(3, 6), "v"))
+    other.write_text(other.read_text().replace("What is", "Name"))
+    data.train[0].path = str(other)
+    with pytest.raises(DataError, match="'v': id 'v-3' is also in 't'"):
+        load_sources(data)
 
 
 def test_source_needs_a_path_or_a_generator() -> None:

@@ -126,3 +126,16 @@ def test_the_next_stage_keeps_what_is_retired() -> None:
     without.carry(state)
     assert without.retired == 0
     assert "a-1" in {without.next()[0]["id"] for _ in range(100)}
+
+
+def test_a_source_that_is_retired_as_a_whole_has_no_share_of_the_next_stage_unless_it_is_alone() -> None:
+    before = Blend(sources(), seed=1, retire_after=1)
+    before.observe([(f"a-{i}", "solved") for i in range(7)])
+    alone = Blend(sources()[:1], seed=1, retire_after=1)
+    alone.carry(before.state_dict())
+    assert alone.retired == 0
+    assert {alone.next()[0]["id"] for _ in range(7)} == {f"a-{i}" for i in range(7)}
+    after = Blend([*sources()[:1], loaded("new", 40)], seed=1, retire_after=1)
+    after.carry(before.state_dict())
+    assert after.retired == 7
+    assert {after.next()[0]["id"][:3] for _ in range(40)} == {"new"}

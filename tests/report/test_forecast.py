@@ -95,7 +95,7 @@ def run_folder(
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     steps = range(1, max(scores) + 1)
-    lines = [{"step": s, "time/step": seconds + 5, "time/validate": 5.0, "keep_rate/all": 0.5} for s in steps]
+    lines = [{"step": s, "time/step": seconds + 5, "time/validate": 5.0, "keep_rate/all": s / 1000} for s in steps]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     events: list[dict[str, Any]] = [
         {"event": "validation", "step": s, "all": {"mean": v, "se": 0.005, "prompts": PROMPTS}}
@@ -127,6 +127,7 @@ class TestRuns:
         assert (first.begin, first.steps, first.hours[-1]) == (0, (0, 10, 20, 30, 40), pytest.approx(40.0))
         assert (second.begin, second.steps[0], second.hours[0]) == (40, 40, 0.0)
         assert second.hours[-1] == pytest.approx(60.0)  # validations take no hours
+        assert (first.keep_rate, second.keep_rate) == (pytest.approx(0.0355), pytest.approx(0.0955))  # of ten steps
 
     def test_stages_of_a_chain_are_segments(self, tmp_path: Path) -> None:
         chain = tmp_path / "chain"
@@ -143,6 +144,10 @@ class TestRuns:
         assert found["midpoint"] == pytest.approx(30, rel=0.1)
         assert found["ahead"] == 100.0
         assert found["advice"].startswith("reset: this segment is near its asymptote, and no hard reset has been tried")
+        config = (saturated / "config.yaml").read_text()
+        (saturated / "config.yaml").write_text(config.replace("accelerator: gpu", "accelerator: cpu"))
+        on_cpus = forecast(curve_of(saturated))
+        assert (on_cpus["unit"], on_cpus["ahead"]) == ("hours", on_cpus["spent"])
 
     def test_few_validations_are_refused(self, tmp_path: Path) -> None:
         found = forecast(curve_of(run_folder(tmp_path / "run", {s: 0.1 + s / 1000 for s in range(0, 61, 10)})))
@@ -197,6 +202,18 @@ def test_what_a_reset_brought_is_told_from_the_segment_before_it_only(tmp_path: 
     assert "what the last hard reset brought cannot be told" in apart["advice"]
     next_to = forecast(curve_of(run_folder(tmp_path / "next", scores, resets=(440,))))
     assert "the last hard reset raised it" in next_to["advice"]
+
+
+def test_a_reset_that_may_have_gained_nothing_asks_for_more_samples_while_the_last_groups_have_a_signal(
+    tmp_path: Path,
+) -> None:
+    """The last asymptote is higher, but its interval holds that of the first segment, whose groups had no signal."""
+    scores = {s: rise(s, 0.1, 0.5, 20) for s in range(0, 191, 10)}
+    scores |= {s: rise(s - 190, 0.3, 0.51, 20) for s in range(200, 691, 10)}
+    found = forecast(curve_of(run_folder(tmp_path / "run", scores, resets=(190,))))
+    first, last = (segment["asymptote"] for segment in found["segments"])
+    assert last[1] < first[0] < last[0]
+    assert found["advice"].startswith("broaden the group: the last hard reset gained nothing")
 
 
 def test_a_reset_after_a_short_segment_counts_as_one(tmp_path: Path) -> None:

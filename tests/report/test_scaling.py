@@ -294,3 +294,7 @@ def test_a_missed_back_test_from_60_percent_refuses_the_asymptote() -> None:
     assert refusal == f"the forecast from the first 60% missed: {low:.3f} to {high:.3f}, and it became 0.578"
     scores[-3:] -= 0.02
     assert judged(segment_of(scores))[2] is None
+    scores[13:16] -= (0.01, 0.02, 0.03)  # so the first 40 % forecast too low an end: too few to refuse
+    _, tests, refusal = judged(segment_of(scores))
+    assert [test["hit"] for test in tests] == [False, True, True]
+    assert refusal is None

@@ -29,6 +29,8 @@ class Fake:
         self.folder, self.index, self.faults = folder, index, list(faults)
         self.version = -1
         self.calls: list[tuple[str, Any]] = []
+        self.asked: list[int | None] = []  # versions that requests named
+        self.waits: list[float] = []  # seconds that loads were given
         self.in_flight = self.peak = self.weight_faults = self.wake_faults = 0
         self.hold: asyncio.Event | None = None
         self.kv_cache_peak: float | None = None
@@ -53,6 +55,7 @@ class Fake:
     async def weights(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.calls.append(("weights", body["version"]))
+        self.waits.append(body["wait_s"])
         if self.weight_faults:
             self.weight_faults -= 1
             return web.json_response({"error": "on purpose"}, status=500)
@@ -73,6 +76,7 @@ class Fake:
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.calls.append(("generate", body["seeds"]))
+        self.asked.append(body["weight_version"])
         fault = self.faults.pop(0) if self.faults else None
         if isinstance(fault, int):
             return web.json_response({"error": "on purpose"}, status=fault)
@@ -213,10 +217,16 @@ def test_a_response_of_other_weights_is_thrown_away(tmp_path: Path) -> None:
         got = await pool.generate([5], [1, 2], SAMPLING, Deadline(30, "a group"), version=7)
         with pytest.raises(ValueError, match="weights version 6 was requested, but version 7 is published"):
             await pool.generate([5], [1], SAMPLING, Deadline(30, "a group"), version=6)
+        await pool.announce("file", 8)
+        group = Deadline(30, "a group")
+        await asyncio.gather(*(pool.generate([5], [seed], SAMPLING, group, version=8) for seed in (3, 4)))
         await pool.close()
         await fake.stop()
         assert [r.weight_version for r in got] == [7, 7]
-        assert [call for call, _ in fake.calls] == ["weights", "generate", "weights", "generate"]
+        calls = ["weights", "generate", "weights", "generate"]
+        assert [call for call, _ in fake.calls] == [*calls, "weights", "generate", "generate"]  # loaded once for both
+        assert fake.asked == [7, 7, 8, 8]
+        assert all(20 < wait <= 30 for wait in fake.waits)
 
     run(work, tmp_path)
 

@@ -289,11 +289,17 @@ def test_the_lines_of_all_nodes_are_in_one_log(cluster: Cluster) -> None:
     assert (cluster.folder / "run" / "logs" / "all.log").read_text().startswith("node-0: the supervisor has begun")
 
 
-def test_a_node_to_blame_twice_is_left_out_where_another_works(cluster: Cluster) -> None:
+def test_a_node_to_blame_twice_is_left_out_where_another_works(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (cluster.folder / "nodes.txt").write_text(nodes_of("a allocated", "b allocated", "c idle", "d down*"))
     assert cluster.run([CRASH])[0] == 1
     assert cluster.launches() == [(1, 1, "again"), (2, 1, "requeue")]
     assert cluster.asked() == ["requeue 17", "update JobId=17 ExcNodeList=b"]
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # a node's failures count in one start of the job only
+    (cluster.folder / "job.txt").write_text(JOB.replace("Restarts=0", "Restarts=1"))
+    cluster.run([CRASH])
+    assert cluster.launches()[2] == (3, 1, "again")
 
 
 def test_a_node_that_starts_nothing_is_left_out_at_once_and_others_stay_left_out(cluster: Cluster) -> None:
@@ -366,7 +372,7 @@ def test_an_earlier_preemption_does_not_bring_a_stopped_run_back(cluster: Cluste
 @pytest.mark.parametrize("outcome", [{"code": 75, "waits": True}, {"code": 1, "waits": True}], ids=["clean", "killed"])
 def test_scancel_never_requeues(cluster: Cluster, outcome: dict[str, Any]) -> None:
     """Slurm sends SIGTERM to all; a requeue would bring the cancelled job back."""
-    process = cluster.start([outcome])
+    process = cluster.start([outcome], *IMAGE)
     Deadline(30, "the run to be under way").wait_until((cluster.folder / "waiting").exists)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=30)
@@ -436,6 +442,24 @@ def test_a_container_is_made_once_a_job_and_removed_at_its_end(cluster: Cluster)
     assert removal.endswith(
         "--nodes=2 --ntasks=2 --ntasks-per-node=1 --overlap --mpi=none enroot remove --force pyxis_prorl_17_0"
     )
+
+
+def test_a_container_is_removed_before_slurm_ends_the_start_that_made_it(cluster: Cluster) -> None:
+    ends = 'if sys.argv[1] == "requeue":\n    import os, signal\n    os.kill(os.getppid(), signal.SIGTERM)\n'
+    (cluster.folder / "bin" / "scontrol").write_text(f"{BARE}\n{SCONTROL}{ends}")
+    cluster.code += "import os, signal; s.Step = type('Step', (s.Step,), {'__init__': lambda self, *words:"
+    cluster.code += " (super(s.Step, self).__init__(*words), os.kill(os.getpid(), signal.SIGUSR1))[0]}); "
+    assert cluster.run([{"code": 75, "waits": True}], *IMAGE)[0] == 75
+    assert cluster.asked() == ["requeue 17"]
+    _, removal = cluster.sruns()
+    assert removal.endswith("enroot remove --force pyxis_prorl_17_0")
+
+
+def test_a_job_that_is_cancelled_between_two_attempts_starts_no_other(cluster: Cluster) -> None:
+    cluster.code += "import os, signal; s.Driver.wait = lambda self, seconds: os.kill(os.getpid(), signal.SIGTERM); "
+    assert cluster.run([{**CRASH, "host": ""}, {"code": 0}])[0] == 75
+    assert cluster.launches() == [(1, 1, "again")]
+    assert len(cluster.sruns()) == 1
 
 
 def test_relative_paths_count_from_where_sbatch_was_called(cluster: Cluster) -> None:

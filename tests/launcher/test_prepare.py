@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 
-from nemo_prorl import cli
-from nemo_prorl.errors import ConfigError, DataError, ProrlError, UnfitMachine
+from nemo_prorl import __version__, cli
+from nemo_prorl.errors import CheckpointError, ConfigError, DataError, ProrlError, UnfitMachine
 from nemo_prorl.launcher.doctor import storage
 from nemo_prorl.launcher.job import run
 from nemo_prorl.launcher.prepare import prepare
+from nemo_prorl.lifecycle.retention import FORMAT
 from nemo_prorl.rollout.weights import WeightStore, weights_folder
 from nemo_prorl.settings import load, resolved_yaml
 from nemo_prorl.sizing.memory import memory_of
 
+PARTS = ("train", "validation")
 GOOD = {"id": "a-1", "task": "math", "prompt": "Compute 1 + 1.", "truth": {"answer": "2"}, "source": "s", "meta": {}}
 
 
@@ -57,6 +59,43 @@ def test_what_a_failed_start_made_is_made_anew(tmp_path: Path) -> None:
     assert "walrus" in (tmp_path / "run" / "init" / "tokenizer.json").read_text()
     prepared(tmp_path, [line.replace("walrus", "penguin") for line in walruses])
     assert "walrus" not in (tmp_path / "run" / "init" / "tokenizer.json").read_text()
+
+
+def test_a_start_cleans_and_checks_the_checkpoints_of_the_start_before(tmp_path: Path) -> None:
+    prepared(tmp_path, [record()])
+    assert (tmp_path / "run" / "endpoints").stat().st_mode & 0o777 == 0o700  # the token is in it
+    checkpoints = tmp_path / "run" / "checkpoints"
+    for name, version in (("step-000001", __version__), ("step-000002.tmp", "")):
+        (checkpoints / name).mkdir()
+        (checkpoints / name / "state.json").write_text(json.dumps({"format": FORMAT, "version": version}))
+    prepared(tmp_path, [record()], "chain.start_from=/gone")  # it goes on with its own checkpoint
+    assert [folder.name for folder in checkpoints.iterdir()] == ["step-000001"]
+    (tmp_path / "next").mkdir()
+    prepared(tmp_path / "next", [record()], f"chain.start_from={checkpoints / 'step-000001'}", "seed=5")
+    models = [folder / "run" / "init" / "model.safetensors" for folder in (tmp_path, tmp_path / "next")]
+    assert models[0].read_bytes() == models[1].read_bytes()  # taken over, not made with the other seed
+    (checkpoints / "step-000001" / "state.json").write_text(json.dumps({"format": FORMAT, "version": "0.0.1"}))
+    with pytest.raises(CheckpointError, match="was written by version 0.0.1"):
+        prepared(tmp_path, [record()])
+
+
+def test_validation_is_judged_too_and_code_needs_a_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_works(unsafe_no_sandbox: bool) -> None:
+        if not unsafe_no_sandbox:
+            raise UnfitMachine("no sandbox works here")
+
+    monkeypatch.setattr("nemo_prorl.rewards.service.check_sandbox", none_works)
+    paths = [tmp_path / "train.jsonl", tmp_path / "held.jsonl"]
+    paths[0].write_text(record() + "\n")
+    words = [f"data.{part}=[{{name: {part}, path: {path}}}]" for part, path in zip(PARTS, paths, strict=True)]
+    paths[1].write_text(record(id="v", prompt="1?", task="chess") + "\n")
+    with pytest.raises(ConfigError, match="no reward plugin judges task 'chess'"):
+        prepared(tmp_path, None, *words)
+    truth = {"asserts": ["assert f() == 1"]}
+    paths[1].write_text(record(id="v", prompt="Compute 1.", task="code", truth=truth) + "\n")
+    with pytest.raises(UnfitMachine, match="no sandbox works here"):
+        prepared(tmp_path, None, *words)
+    assert "code" in prepared(tmp_path, None, *words, "rewards.unsafe_no_sandbox=true")
 
 
 def test_too_small_a_context_names_source_and_key(tmp_path: Path) -> None:

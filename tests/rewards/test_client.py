@@ -15,6 +15,7 @@ from aiohttp import web
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.rewards.client import ClientOptions, RewardClient, _Endpoint, _Endpoints, _Waiting, take_verdict
 from nemo_prorl.rewards.interface import Verdict
+from nemo_prorl.rewards.server import DEADLINE_HEADER
 from tests.rewards.conftest import StartServer, request_of
 from tests.rewards.test_server import http
 
@@ -137,12 +138,12 @@ def test_the_servers_that_owe_verdicts_are_named(plugins: Path, start_server: St
 
     async def steps(client: RewardClient) -> None:
         assert client.waiting() == ""
-        quick, slow = echoes(2), echoes(3, sleep_s=3.0)
+        quick, slow = echoes(2, sleep_s=0.7), echoes(3, sleep_s=3.0)
         judging = [asyncio.create_task(client.score(request, Deadline(60, "verdicts"))) for request in (*quick, *slow)]
         await asyncio.gather(*judging[:2])
         await asyncio.sleep(1.2)
         assert re.fullmatch(
-            r"\S+ has 3 open requests, no verdict for 1 s, the oldest open for [12] s \(task echo, prompt prompt-0\)",
+            r"\S+ has 3 open requests, no verdict for 1 s, the oldest open for [2-9] s \(task echo, prompt prompt-0\)",
             client.waiting(),
         )
         await asyncio.gather(*judging)
@@ -244,8 +245,14 @@ class StrictServer:
     def __init__(self, tmp_path: Path, longest: int) -> None:
         self.tmp_path, self.longest = tmp_path, longest
         self.posted: list[int] = []  # requests of each POST that it read
+        self.deadlines: list[float] = []  # seconds that each POST left it
+        self.faults = 0  # POSTs that it will fail to answer
 
     async def _answer(self, http: web.Request) -> web.Response:
+        self.deadlines.append(float(http.headers[DEADLINE_HEADER]))
+        if self.faults:
+            self.faults -= 1
+            return web.json_response({"error": "out of order"}, status=500)
         try:
             requests = await http.json()
         except web.HTTPRequestEntityTooLarge:
@@ -279,8 +286,9 @@ class StrictServer:
 
 
 async def _all_scored(client: RewardClient, requests: list[dict[str, Any]]) -> list[Verdict]:
-    deadline = Deadline(30, "verdicts")
-    return await asyncio.gather(*(client.score(request, deadline) for request in requests))
+    """Return the verdicts; the first request has 10 s, the others 30 s."""
+    deadlines = [Deadline(30 if at else 10, "verdicts") for at in range(len(requests))]
+    return await asyncio.gather(*map(client.score, requests, deadlines))
 
 
 def test_a_refused_request_costs_no_other_request_its_verdict(tmp_path: Path) -> None:
@@ -327,8 +335,24 @@ def test_bundles_are_cut_by_their_size_in_bytes_and_requests(
             verdicts = await _all_scored(client, requests)
         assert [verdict["score"] for verdict in verdicts] == [1.0] * 10
         assert sorted(server.posted, reverse=True) == bundles
+        assert all(20 < seconds <= 30 for seconds in server.deadlines)  # what the most patient of each has left
 
     with_client(tmp_path, steps, options)
+
+
+def test_a_server_that_answers_again_is_as_good_as_before(tmp_path: Path) -> None:
+    async def steps(client: RewardClient) -> None:
+        server = StrictServer(tmp_path, 2**20)
+        server.faults = 2
+        async with server.running():
+            verdicts = await _all_scored(client, [request_of("echo", "1", str(at)) for at in range(3)])
+            (known,) = client._endpoints.known()
+        assert [verdict["score"] for verdict in verdicts] == [1.0] * 3
+        assert client.stats.connection_failures == 2
+        assert known.avoided_until > 0.0
+        assert (known.failures, known.open_requests, known.posted) == (0, 0, [])
+
+    with_client(tmp_path, steps)
 
 
 def test_a_request_that_is_too_long_for_the_server_ends_alone(tmp_path: Path) -> None:

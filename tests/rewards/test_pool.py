@@ -36,11 +36,18 @@ def request_of(*arguments: Any, **more: Any) -> RewardRequest:
 Steps = Callable[[PluginPool], Awaitable[None]]
 
 
-def with_pool(steps: Steps, plugin: str = "odd", workers: int = 1, budget_s: float = 0.4, **more: Any) -> None:
+def with_pool(
+    steps: Steps,
+    plugin: str = "odd",
+    workers: int = 1,
+    budget_s: float = 0.4,
+    settings: dict[str, Any] | None = None,
+    **more: Any,
+) -> None:
     """Runs `steps` with a started pool; no process may be left afterwards."""
 
     async def main() -> None:
-        pool = PluginPool(PoolSpec(plugin, {}, workers, budget_s, **more))
+        pool = PluginPool(PoolSpec(plugin, settings or {}, workers, budget_s, **more))
         await pool.start()
         pids = {worker.process.pid for worker in pool.workers}
         try:
@@ -91,10 +98,19 @@ def test_a_worker_is_told_whether_it_may_do_without_a_sandbox(plugins: Path, uns
     async def steps(pool: PluginPool) -> None:
         (worker,) = pool.workers
         words = Path(f"/proc/{worker.process.pid}/cmdline").read_text().split("\0")
-        _, _, memory_mb, unsafe_no_sandbox = words[words.index("nemo_prorl.rewards.worker") + 1 :][:4]
-        assert (memory_mb, unsafe_no_sandbox) == ("4096", str(int(unsafe)))
+        told = words[words.index("nemo_prorl.rewards.worker") + 3 :]
+        assert told == ["4096", str(int(unsafe)), "odd", "{}", ""]
+        assert "PYTHONHASHSEED=7" in Path(f"/proc/{worker.process.pid}/environ").read_text().split("\0")
 
-    with_pool(steps, unsafe_no_sandbox=unsafe)
+    with_pool(steps, unsafe_no_sandbox=unsafe, hash_seed=7)
+
+
+def test_a_worker_has_the_settings_of_its_pool(plugins: Path) -> None:
+    async def steps(pool: PluginPool) -> None:
+        raise AssertionError("it started")
+
+    with pytest.raises(RewardFailure, match=r"rewards\.plugins\.odd\.speed=1: unknown setting"):
+        with_pool(steps, settings={"speed": 1})
 
 
 @pytest.mark.parametrize("how", ["spin", "child spins"])
@@ -331,13 +347,23 @@ def test_an_idle_worker_that_is_killed_is_replaced(plugins: Path) -> None:
 
 def test_a_deadline_that_passes_is_infrastructure_not_zero(plugins: Path) -> None:
     async def steps(pool: PluginPool) -> None:
-        slow = pool.submit(request_of("echo", "1", meta={"sleep_s": 0.5}))
-        late = await pool.submit(request_of("echo", "1", name="late"), timeout_s=0.1)
+        slow = pool.submit(request_of("odd", "0.25 s"))
+        late = await pool.submit(request_of("odd", "die", name="late"), timeout_s=0.1)
         assert (late["id"], late["score"], late["failure"]) == ("late", None, "infrastructure")
         assert "deadline of 0.1 s" in late["detail"]
-        assert (await slow)["score"] == 1.0
+        assert (await slow)["score"] == (await judged(pool, "fine"))["score"] == 1.0
+        assert pool.stats.workers_lost == 0  # no worker judges it any more
 
-    with_pool(steps, "echo", budget_s=10)
+    with_pool(steps, budget_s=10)
+
+
+def test_a_service_hands_the_deadline_on_to_its_pool() -> None:
+    async def main() -> Verdict:
+        registry = discover()
+        service = RewardService(plan_pools(registry, ["math"], 1, on_demand=True), registry)  # which is not started
+        return await asyncio.wait_for(service.submit(request_of("math", "1"), 0.01), 10)
+
+    assert "deadline of 0.01 s" in asyncio.run(main())["detail"]
 
 
 def test_the_queue_is_bounded(plugins: Path) -> None:

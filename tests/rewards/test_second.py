@@ -21,7 +21,7 @@ from nemo_prorl.metrics import Metrics
 from nemo_prorl.report.data import page_data
 from nemo_prorl.rewards.client import RewardClient
 from nemo_prorl.rewards.discovery import Registry, discover
-from nemo_prorl.rewards.interface import RewardPlugin, RewardRequest, RewardResult, Verdict
+from nemo_prorl.rewards.interface import RewardPlugin, RewardRequest, RewardResult, Verdict, failed_verdict
 from nemo_prorl.rewards.second import (
     KEPT_PER_STEP,
     MOST_PER_STEP,
@@ -197,9 +197,32 @@ class Again(First):
 BOTH = Registry({"first": First, "again": Again}, {})
 
 
-def test_an_exception_counts_as_nothing() -> None:
-    batches, _, _ = collect(Raises(), SecondVerifiers(BOTH, ["a", "b"], {}, seed=1), steps=1)
+class TimesOut(Raises):
+    async def score(self, request: dict[str, Any], deadline: object) -> Verdict:
+        if request["task"] == "again":
+            return failed_verdict(request["id"], "timeout", "too slow")
+        return await super().score(request, deadline)
+
+
+@pytest.mark.parametrize("client", [Raises, TimesOut])
+def test_a_second_verdict_that_fails_counts_as_nothing(client: type[Raises]) -> None:
+    batches, _, _ = collect(client(), SecondVerifiers(BOTH, ["a", "b"], {}, seed=1), steps=1)
     assert batches[0].second == {}
+
+
+class JudgesSome(Raises):
+    """Fails for each third first token; its second verdicts agree with its first."""
+
+    async def score(self, request: dict[str, Any], deadline: object) -> Verdict:
+        if request["task"] != "again" and int(request["response"].split()[0]) % 3 == 0:
+            return failed_verdict(request["id"], "infrastructure", "out of order")
+        return await super().score({**request, "task": "a"}, deadline)
+
+
+def test_a_response_without_a_first_verdict_gets_no_second_one() -> None:
+    batches, _, _ = collect(JudgesSome(), SecondVerifiers(BOTH, ["a", "b"], {}, seed=1))
+    assert 0 < sum(sum(batch.second.values()) for batch in batches) < 12
+    assert not any(batch.disagreements for batch in batches)
 
 
 def test_one_response_of_each_hundred_is_chosen_and_the_same_ones_after_a_resume() -> None:
@@ -300,6 +323,8 @@ def test_a_missing_second_verifier_is_named_before_the_start(tmp_path: Path, mon
     named = r"plugin 'first' names a second verifier, second='again'.*install the plugin of task 'again'.*First"
     with pytest.raises(ConfigError, match=named):
         SecondVerifiers(Registry({"first": First}, {}), ["a"], {}, seed=0)
+    with pytest.raises(ConfigError, match="rewards.plugins.again.speed=1: unknown setting"):
+        SecondVerifiers(BOTH, ["a"], {"again": {"speed": 1}}, seed=0)
     # the plugin math as it was installed before it had a second verifier
     info = tmp_path / "prorl_reward_math-0.1.0.dist-info"
     info.mkdir()

@@ -1,5 +1,6 @@
 """The real server process: token, forms of a request, back-pressure, and its end in every way."""
 
+import argparse
 import asyncio
 import contextlib
 import json
@@ -23,7 +24,8 @@ from starlette.testclient import TestClient
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.rewards.connections import MAX_BODY, allow_connections
 from nemo_prorl.rewards.discovery import discover
-from nemo_prorl.rewards.server import DEADLINE_HEADER, RewardApp, read_token
+from nemo_prorl.rewards.options import add_server_arguments
+from nemo_prorl.rewards.server import DEADLINE_HEADER, RewardApp, read_token, serve
 from nemo_prorl.rewards.service import RewardService
 from tests.rewards.conftest import ROOT, RunningServer, StartServer, is_alive, request_of, wait_gone
 
@@ -50,8 +52,10 @@ def http(server: RunningServer, path: str, body: Any = None, token: str | None =
 
 
 def test_the_server_end_to_end(plugins: Path, start_server: StartServer) -> None:
-    server = start_server("echo,odd", "--max-queue", "50")
+    server = start_server("echo,odd", "--max-queue", "50", "--worker-memory-mb", "1024", "--unsafe-no-sandbox")
     assert server.url.startswith("http://127.0.0.1:")
+    for pid in server.workers:
+        assert Path(f"/proc/{pid}/cmdline").read_text().split("\0")[5:7] == ["1024", "1"]
 
     # The token is asked for; health is open and says nothing else.
     for token in (None, "", "wrong", "secre"):
@@ -301,10 +305,24 @@ def test_the_server_ends_with_its_parent(plugins: Path, start_server: StartServe
     parent = subprocess.Popen(["sleep", "60"])
     server = start_server("echo", "--parent-pid", str(parent.pid))
     workers = server.workers
+    server.endpoint_file.write_text('{"url": "http://newer"}')
     parent.kill()
     parent.wait()
     assert server.process.wait(20) == 0
+    assert server.endpoint_file.read_text() == '{"url": "http://newer"}'  # the file of its successor stays
     wait_gone(workers, "the workers")
+
+
+def test_a_server_that_is_stopped_while_it_starts_ends_cleanly(plugins: Path, tmp_path: Path) -> None:
+    token, parser = tmp_path / "token", argparse.ArgumentParser()
+    token.write_text("secret")
+    add_server_arguments(parser)
+
+    async def main() -> int:
+        asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGTERM)
+        return await serve(parser.parse_args(["--tasks", "echo", "--token-file", str(token)]))
+
+    assert asyncio.run(main()) == 0
 
 
 def test_wrong_use_is_said_before_anything_starts(plugins: Path, tmp_path: Path) -> None:

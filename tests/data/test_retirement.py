@@ -128,7 +128,7 @@ def test_the_next_stage_keeps_what_is_retired() -> None:
     assert "a-1" in {without.next()[0]["id"] for _ in range(100)}
 
 
-def test_a_source_that_is_retired_as_a_whole_has_no_share_of_the_next_stage_unless_it_is_alone() -> None:
+def test_a_source_that_is_retired_as_a_whole_has_no_share_of_a_resume_or_a_stage_unless_it_is_alone() -> None:
     before = Blend(sources(), seed=1, retire_after=1)
     before.observe([(f"a-{i}", "solved") for i in range(7)])
     alone = Blend(sources()[:1], seed=1, retire_after=1)
@@ -138,4 +138,7 @@ def test_a_source_that_is_retired_as_a_whole_has_no_share_of_the_next_stage_unle
     after = Blend([*sources()[:1], loaded("new", 40)], seed=1, retire_after=1)
     after.carry(before.state_dict())
     assert after.retired == 7
-    assert {after.next()[0]["id"][:3] for _ in range(40)} == {"new"}
+    resumed = Blend([*sources()[:1], loaded("new", 40)], seed=1, retire_after=1)
+    resumed.load_state_dict(after.state_dict())
+    for blend in (after, resumed):
+        assert {blend.next()[0]["id"][:3] for _ in range(40)} == {"new"}

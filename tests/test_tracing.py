@@ -89,6 +89,7 @@ class Service(BaseHTTPRequestHandler):
         record = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["record"]
         good = (self.path, self.headers["Authorization"]) == ("/trace", "Bearer " + "t" * 16)
         self.asked.append(record)
+        time.sleep(0.0 if record else 0.2)
         clock: dict[str, Any] = {"clock": time.monotonic(), "wall": time.time() + 100.0, "boot": "far", "host": "far"}
         told = part("engine-0", ("generate", clock["clock"] - 5.0, clock["clock"]), **clock)
         self.send_response(200 if good else 403)
@@ -120,9 +121,9 @@ def test_a_step_s_trace_has_the_spans_of_services_and_of_all_ranks(tmp_path: Pat
         RECORDER.start("trainer-0")  # both ranks are in this process, which has one recorder
         with RECORDER.span("rollout", "phase"):
             raise KeyError
+    assert [path.name for path in (tmp_path / "traces").iterdir()] == ["step-2.json"]
     server.shutdown()
     server.server_close()
-    assert [path.name for path in (tmp_path / "traces").iterdir()] == ["step-2.json"]
     told = json.loads((tmp_path / "traces" / "step-2.json").read_text())
     assert not against("trace", told)
     assert told["otherData"]["processes"] == ["engine-0", "trainer-0", "trainer-1"]

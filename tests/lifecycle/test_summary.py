@@ -11,10 +11,10 @@ from tests.rollout.test_collector import group_of
 
 
 def test_a_score_is_the_mean_over_prompts_with_its_standard_error() -> None:
-    groups = [group_of(scores) for scores in ([1.0, 0.0], [1.0, 1.0], [0.0, 0.0, 0.0], [0.25, 0.25])]
-    scores = heldout_scores(["math", "math", "math", "code"], groups)
-    of_math = {"mean": 0.5, "se": pytest.approx(math.sqrt(0.25 / 3)), "prompts": 3}
-    of_all = {"mean": 0.4375, "se": pytest.approx(math.sqrt(0.546875 / 3 / 4)), "prompts": 4}
+    groups = [group_of(scores) for scores in ([1.0, 0.0, 1.0, 0.0], [1.0, 1.0], [0.25])]
+    scores = heldout_scores(["math", "math", "code"], groups)
+    of_math = {"mean": 0.75, "se": pytest.approx(0.25), "prompts": 2}
+    of_all = {"mean": pytest.approx(7 / 12), "se": pytest.approx(math.sqrt(7 / 24 / 2 / 3)), "prompts": 3}
     assert scores == {"all": of_all, "tasks": {"math": of_math, "code": {"mean": 0.25, "se": 0.0, "prompts": 1}}}
     assert standard_errors(scores) == {"math": of_math["se"], "code": 0.0}
     assert standard_errors(None) == {}

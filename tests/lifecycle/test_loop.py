@@ -19,6 +19,7 @@ from nemo_prorl.data.blend import LoadedData
 from nemo_prorl.errors import DeadlineExceeded, RewardFailure, StoppedCleanly
 from nemo_prorl.leader import Leader
 from nemo_prorl.lifecycle import stages
+from nemo_prorl.lifecycle.control import Request, Requests
 from nemo_prorl.lifecycle.stages import Origin
 from nemo_prorl.lifecycle.step_traces import StepTraces
 from nemo_prorl.lifecycle.warmup import warm_up
@@ -194,15 +195,17 @@ def test_requests_are_served_after_their_step(tmp_path: Path, monkeypatch: pytes
     run = SmallRun(config(tmp_path, max_steps=5, validate_every=99, checkpoint_every=99))
     place(tmp_path, "stop", "r-0")
     age(tmp_path / "control" / "r-0.json")  # of an earlier process: dropped
-    complete: list[list[int]] = []
+    complete: dict[str, list[int]] = {}  # at the answer
+    answer: Any = Requests.answer
 
-    def third() -> None:
-        complete.append(kept(run))
-        place(tmp_path, "reset", "r-3")
+    def answered(requests: Requests, request: Request, *given: Any, **more: Any) -> None:
+        complete[request.id] = kept(run) if (tmp_path / "checkpoints").exists() else []
+        answer(requests, request, *given, **more)
 
-    steps: dict[int, Any] = {
+    monkeypatch.setattr(Requests, "answer", answered)
+    steps = {
         2: lambda: (place(tmp_path, "validate", "r-1"), place(tmp_path, "checkpoint", "r-2")),
-        3: third,
+        3: lambda: place(tmp_path, "reset", "r-3"),
         4: lambda: place(tmp_path, "stop", "r-4"),
     }
     with pytest.raises(StoppedCleanly, match="control r-4: stopped after step 4"):
@@ -210,7 +213,7 @@ def test_requests_are_served_after_their_step(tmp_path: Path, monkeypatch: pytes
     assert [(e["request"], e["status"], e["step"]) for e in answers(tmp_path)] == [
         *(("r-0", "dropped", 0), ("r-1", "done", 2), ("r-2", "done", 2), ("r-3", "done", 3), ("r-4", "done", 4))
     ]
-    assert (complete, kept(run)) == ([[2]], [2, 3, 4])
+    assert complete == {"r-0": [], "r-1": [], "r-2": [2], "r-3": [2, 3], "r-4": [2, 3, 4]}
     assert [event["step"] for event in run.events("validation")] == [0, 2]
     validations = [version for sampling, _, version in run.engines.sampled if sampling.temperature == 0.6]
     assert validations == [0] * 8 + [2] * 8

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,7 +102,13 @@ def test_a_next_start_removes_our_stale_files_and_keeps_foreign_ones(tmp_path: P
     assert folder.exists()  # somebody else's files are in it
 
 
-def test_the_folder_is_private_and_goes_with_the_run(tmp_path: Path) -> None:
+def test_the_folder_is_private_from_the_first_moment_and_goes_with_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "chmod", lambda path, mode: None)
+        WeightStore(tmp_path / "w")
+    assert stat.S_IMODE((tmp_path / "w").stat().st_mode) == 0o700
     store = WeightStore(tmp_path / "w")
     store.folder.chmod(0o755)  # as an earlier run may have left it
     WeightStore(tmp_path / "w")
@@ -128,7 +135,7 @@ def test_each_run_has_a_folder_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "b").symlink_to(tmp_path / "a")
     assert weights_folder(tmp_path / "a") == weights_folder(tmp_path / "b") != weights_folder(tmp_path / "c")
     assert weights_folder(tmp_path).parent == Path("/dev/shm")
-    assert weights_folder(tmp_path).name.startswith(f"prorl-{os.getuid()}-")
+    assert re.fullmatch(rf"prorl-{os.getuid()}-[0-9a-f]{{16}}", weights_folder(tmp_path).name)
 
 
 def test_a_tensor_of_no_known_dtype_or_given_twice_is_refused(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from tests.rollout.engines import ROOT, EngineProcess
 from tests.rollout.test_engine import GREEDY, ask_all, load, with_client
 
 VERSION = 7
-HEADS, KV_HEADS, WIDTH, HIDDEN, INNER, WORDS = 4, 2, 8, 32, 48, 50
+HEADS, KV_HEADS, WIDTH, HIDDEN, INNER, WORDS = 8, 2, 8, 32, 48, 50
 
 
 def test_each_column_is_read_in_some_version() -> None:
@@ -146,7 +146,7 @@ def compared(
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("ranks", [1, 2, 4])  # two of 4 ranks have the same key-value head
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])  # two of 4 ranks and four of 8 have the same key-value head
 def test_merged_and_shared_tensors_are_compared(ranks: int, packed: bool) -> None:
     publish = weights_of(1)
     assert compared(publish, publish, ranks, packed) == ([], [])

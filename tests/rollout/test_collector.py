@@ -138,6 +138,7 @@ def test_groups_that_end_early_are_not_favoured() -> None:
     slow_first = Simulated(seconds=lambda prompt: 0.2 if prompt < 6 else 0.0)  # 12 more are done long before
     (batch,), state, drawn = collected(slow_first, MixedIsRight(), keep_rate=1 / 3)
     assert drawn == 18
+    assert {(sampling.temperature, sampling.top_p) for _, sampling in slow_first.asked} == {(1.2, 1.0)}
     assert [group.draw_index for group in batch.groups] == [0, 1, 2, 3, 4, 5]
     assert [value["draw_index"] for value in state["surplus"]] == list(range(6, 18))
 

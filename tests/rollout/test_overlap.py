@@ -103,11 +103,15 @@ def test_rewards_that_nobody_waits_for_are_hidden() -> None:
         trained.collector.finish_next()
         meanwhile = trained.collector.take(1, 0)
         at_once = trained.collector.take(2, 1)
+        trained.collector.begin_next(3, 1)
+        trained.collector.finish_next()
+        awaited = trained.collector.take(3, 2)
     finally:
         trained.collector.close()
     assert meanwhile.reward_open_s > 0.0
     assert meanwhile.reward_wait_s < meanwhile.reward_open_s / 2  # before `begin_next` returned
     assert at_once.reward_wait_s > meanwhile.reward_wait_s
+    assert awaited.reward_wait_s > awaited.reward_open_s / 2
 
 
 def test_a_batch_comes_back_from_json_as_it_was() -> None:

@@ -51,7 +51,8 @@ REWARDS = [
     )
 ]
 SANDBOX = [
-    f"tests/rewards/test_{name}.py" for name in ("sandbox", "sandbox_lessons", "escapes", "syscalls", "independent")
+    f"tests/rewards/test_{name}.py"
+    for name in ("sandbox", "sandbox_lessons", "sandbox_parts", "escapes", "syscalls", "independent")
 ]
 # Folder: its files, and the tests that belong to it.
 FOLDERS: dict[str, tuple[str, list[str]]] = {

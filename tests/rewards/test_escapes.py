@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -74,6 +75,7 @@ WITH_RIGHTS = {
     "count events",
     "become another user",
 }
+HARD = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 REFUSALS = {"refused (EPERM)", "refused (EACCES)", "refused (ENOSYS)"}
 
 
@@ -91,6 +93,7 @@ def outcomes(places: _Places, folder: Path, only: list[str] | None = None) -> di
             cwd=folder,
             pass_fds=[secret.fileno()],
             start_new_session=True,  # for the signal to its process group
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, HARD)),  # as a login has it
         )
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout))

@@ -1,27 +1,16 @@
 """What hostile programs, and honest ones that look odd, have taught about the sandbox, one by one."""
 
-import contextlib
 import errno
 import json
 import os
-import select
-import signal
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from nemo_prorl.rewards.interface import Program
-from nemo_prorl.rewards.sandbox import client, confine, folders, kernel, levels, zygote
+from nemo_prorl.rewards.sandbox import kernel, levels
 from nemo_prorl.rewards.sandbox.client import ProcessSandbox, SandboxFailure
-from nemo_prorl.rewards.sandbox.runner import ProgramLimits
 
 pytestmark = pytest.mark.starts
 
@@ -53,39 +42,6 @@ def test_own_clocks_and_groups_can_be_asked_for(box: ProcessSandbox) -> None:
         "for clock in (0, 1, 2, 3, 4, 7):\n    time.clock_gettime(clock)\nprint('fine')\n"
     )
     assert box.run(Program(source, "stdin", ("",)), lambda *_: True).outputs == (b"fine\n",)
-
-
-def test_a_report_of_many_lines_is_read_at_once() -> None:
-    child = client._Child(0, None, 0.0, 0.0)
-    began = time.process_time()
-    client._read_report(child, b"\n" * (8 << 20), 0, 10)
-    assert time.process_time() - began < 5.0  # line by line it takes 15 s
-
-
-def test_what_hides_from_being_counted_counts_as_too_much(tmp_path: Path) -> None:
-    assert not zygote._exceeds_disk(str(tmp_path), 1 << 20)
-    descend = os.getcwd()
-    os.chdir(tmp_path)
-    try:
-        for _ in range(25):
-            os.mkdir("d" * 200)
-            os.chdir("d" * 200)
-    finally:
-        os.chdir(descend)
-    assert zygote._exceeds_disk(str(tmp_path), 1 << 20)
-    zygote.empty_folder(str(tmp_path))
-    assert not list(tmp_path.iterdir())
-
-
-def test_an_emptied_folder_bears_no_mark(tmp_path: Path) -> None:
-    for number in range(4):
-        (tmp_path / f".moved-{number}" / "x").mkdir(parents=True)
-    os.utime(tmp_path, (123, 456))
-    tmp_path.chmod(0o711)
-    zygote.empty_folder(str(tmp_path))
-    status = tmp_path.stat()
-    assert (status.st_mode & 0o7777, status.st_mtime, status.st_atime) == (0o700, 0, 0)
-    assert not list(tmp_path.iterdir())
 
 
 def test_repeats_take_what_time_the_tests_left(box: ProcessSandbox) -> None:
@@ -123,7 +79,8 @@ FILE = "import inspect\ndef f(): pass\nprint(inspect.getsource(f) == 'def f(): p
         (CYCLE, "gone\n"),
         ("print(open('/dev/stdin').read(), open('/dev/fd/0').read())", "in \n"),
         ("import shutil\nopen('a', 'w').close()\nshutil.copy('a', 'b')\nprint('copied')", "copied\n"),
-        ("print(callable(help), callable(quit), bool(str(copyright)))", "True True True\n"),
+        ("print({callable(name) for name in (help, quit, exit, copyright, credits, license)})", "{True}\n"),
+        ("import gc\nprint(gc.isenabled())", "True\n"),
         (
             "import sys\nprint(sys.argv, __name__, sys.stdin.name, sys.stdout.mode, sys.getrecursionlimit())",
             "['main.py'] __main__ <stdin> w 1000\n",
@@ -170,6 +127,29 @@ def test_a_setup_runs_once_and_after_the_program_if_it_needs_its_names(box: Proc
         assert box.run(program, lambda *_: True).outputs == (output,)
 
 
+def test_a_program_has_limits_that_it_cannot_raise(box: ProcessSandbox) -> None:
+    names = ["AS", "CORE", "CPU", "FSIZE", "MEMLOCK", "MSGQUEUE", "NOFILE", "NPROC", "RTPRIO"]
+    source = (
+        "import resource as r\nfor name in input().split():\n"
+        "    soft, hard = r.getrlimit(getattr(r, 'RLIMIT_' + name))\n    print(soft if soft == hard else (soft, hard))"
+    )
+    program = Program(source, "stdin", (" ".join(names),), time_limit_s=7.5, memory_mb=512, output_mb=4)
+    (output,) = box.run(program, lambda *_: True).outputs
+    found = dict(zip(names, (output or b"").decode().splitlines(), strict=True))
+    wanted = {"AS": 512 << 20, "CORE": 0, "CPU": 9, "FSIZE": 4 << 20, "MEMLOCK": 0, "MSGQUEUE": 0, "RTPRIO": 0}
+    wanted |= {"NOFILE": box._descriptor_limit(5, 4), "NPROC": box._thread_limit()}
+    assert found == {name: str(number) for name, number in wanted.items()}
+
+
+def test_threads_are_counted_where_the_kernel_does_not_limit_them() -> None:
+    sandbox = ProcessSandbox("none")
+    try:
+        run = sandbox.run(Program(levels._THREADS, "stdin", ("",), time_limit_s=20.0), lambda *_: True)
+    finally:
+        sandbox.close()
+    assert (run.outputs, run.details) == ((None,), ("over the limit of threads",))
+
+
 def test_the_layers_are_those_of_the_level_and_this_user(box: ProcessSandbox) -> None:
     full = box.level == "full"
     assert box.layers == {
@@ -182,291 +162,3 @@ def test_the_layers_are_those_of_the_level_and_this_user(box: ProcessSandbox) ->
     uid, parent = map(int, (bits or b"").split())
     assert (uid != os.geteuid()) == (os.geteuid() == 0)
     assert (parent == 1) == full  # the first process of its namespace
-
-
-# --- the caller's side -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("killed", "status", "how"),
-    [
-        ("time", 9, "over the time limit"),
-        ("idle", 9, "over the time limit"),
-        ("disk", 9, "over the limit of disk"),
-        ("threads", 9, "over the limit of threads"),
-        (None, signal.SIGSEGV, "ended by SIGSEGV"),
-        (None, 3 << 8, "ended with status 3"),
-    ],
-)
-def test_the_end_of_a_child_is_told(killed: str | None, status: int, how: str) -> None:
-    assert client._how_it_ended(client._Child(status, killed, 0.0, 0.0)) == how
-
-
-def test_of_a_report_only_the_possible_lines_count() -> None:
-    lines: list[Any] = [
-        {"end": 2, "ok": True},  # before its start
-        {"compiled": 1},
-        {"compiled": True},
-        {"compiled": False, "detail": "late"},
-        {"start": 2},
-        {"end": 2, "ok": True, "result": "\ud800"},
-        {"end": 2, "ok": False},  # again
-        {"start": True},
-        {"start": 5},  # of another child
-        {"end": 3, "ok": True},
-        [],
-        {"independent": True},
-    ]
-    text = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
-    child = client._Child(0, None, 0.0, 0.0)
-    client._read_report(child, b"no JSON\n" + text, 2, 3)
-    assert (child.compiled, child.started, child.independent) == (True, 2, False)
-    assert child.ends == {2: lines[5]}
-    assert child.outputs == {2: b"\xed\xa0\x80"}
-    asked = client._Child(0, None, 0.0, 0.0)
-    client._read_report(asked, text, 0, 0)
-    assert (asked.independent, asked.ends) == (True, {})
-
-
-def test_threads_are_limited_by_the_kernel_where_the_user_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folders, "tasks_of_user", lambda: 100)
-    sandbox = ProcessSandbox("reduced")
-    sandbox.layers = {"identity": True}
-    assert (sandbox._watches, sandbox._thread_limit()) == (False, client.THREADS)
-    sandbox.layers = {"identity": False}
-    assert (sandbox._watches, sandbox._thread_limit()) == (True, 8 * client.THREADS + 100)
-
-
-@pytest.mark.parametrize(
-    ("status", "killed", "trusted", "sound", "broken"),
-    [
-        (signal.SIGKILL, None, False, False, True),
-        (signal.SIGKILL, None, False, True, False),
-        (signal.SIGKILL, None, True, False, False),
-        (signal.SIGKILL, "time", False, False, False),
-        (signal.SIGSEGV, None, False, False, False),
-        (1 << 8, None, False, False, False),
-    ],
-)
-def test_a_kill_by_others_is_the_program_s_fault_where_a_known_program_runs(
-    status: int, killed: str | None, trusted: bool, sound: bool, broken: bool
-) -> None:
-    box: Any = SimpleNamespace(is_sound=lambda: sound)
-    run = client._ProgramRun(box, Program("", "stdin", ("",)), lambda *_: True, trusted)
-    with pytest.raises(client._Broken) if broken else contextlib.nullcontext():
-        run._raise_if_broken(client._Child(status, killed, 0.0, 0.0))
-
-
-def test_deleted_files_are_limited_by_the_descriptors_where_the_kernel_does_not_limit_the_disk() -> None:
-    assert ProcessSandbox("full")._descriptor_limit(13, 1) == 512
-    limited = ProcessSandbox("reduced")._descriptor_limit
-    assert [limited(13, 1), limited(13, 4), limited(13, 16), limited(500, 1)] == [272, 80, 48, 512]
-
-
-def test_a_program_that_breaks_the_sandbox_twice_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken: list[int] = []
-
-    def breaks(run: client._ProgramRun) -> None:
-        broken.append(1)
-        raise client._Broken("it ended")
-
-    sandbox = ProcessSandbox("none")
-    monkeypatch.setattr(client._ProgramRun, "result", breaks)
-    monkeypatch.setattr(ProcessSandbox, "start", lambda _: None)
-    with pytest.raises(SandboxFailure, match="fails to run a trivial test program"):
-        sandbox.run(Program("", "stdin", ("", "")), lambda *_: True)
-    assert len(broken) == 3  # twice, and the known program
-    monkeypatch.setattr(ProcessSandbox, "is_sound", lambda _: True)
-    run = sandbox.run(Program("", "stdin", ("", "")), lambda *_: True)
-    assert run.outputs == (None, None)
-    assert run.details == ("the sandbox's process ended twice on this program",) * 2
-
-
-# --- the process that keeps the programs -----------------------------------------------------------------------------
-
-LIMITS = ProgramLimits(seconds=2.0, queued_s=5.0, memory_mb=1, output_mb=1, threads=1)
-
-
-@pytest.mark.parametrize(
-    ("passed_s", "cpu_s", "queued_s", "left_s", "why"),
-    [
-        (1.0, 1.0, None, 1.0, None),
-        (1.0, 0.0, None, 1.0, None),  # it sleeps, and has time for that
-        (2.0, 2.0, None, 0.0, "time"),
-        (2.05, 2.0, None, -0.05, "time"),  # too short an idle time to ask
-        (2.5, 1.0, 0.0, -0.5, "idle"),
-        (2.5, 1.0, 0.4, -0.1, "idle"),
-        (2.5, 1.0, 0.46, -0.04, "idle"),
-        (2.5, 2.25, 0.2, -0.3, "time"),  # mostly computing
-        (2.5, 1.0, 1.2, 0.7, None),
-        (2.5, 1.0, 9.0, 1.0, None),  # no more than it was idle
-        (7.5, 0.5, 7.0, -0.5, "starved"),
-    ],
-)
-def test_waiting_for_a_cpu_does_not_count_as_time_of_a_program(
-    passed_s: float,
-    cpu_s: float,
-    queued_s: float | None,
-    left_s: float,
-    why: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, theirs, open(os.devnull) as null:
-        clock = zygote._Clock(theirs, os.getpid(), null.fileno(), 100.0, LIMITS)
-        assert time.clock_gettime(clock._cpu) == pytest.approx(time.process_time(), abs=1.0)
-        monkeypatch.setattr(time, "monotonic", lambda: 100.0 + passed_s)
-        monkeypatch.setattr(time, "clock_gettime", lambda _: cpu_s)
-        for _ in range(3 * (queued_s is not None)):
-            ours.send(json.dumps({"queued_s": queued_s}).encode())
-        assert clock.left_s() == pytest.approx(left_s)
-        assert bool(select.select([ours], [], [], 0)[0]) == (queued_s is not None)  # it asked
-        if why is not None:
-            assert clock.why_over() == why
-        if queued_s is not None:
-            assert clock.queued_s == min(queued_s, passed_s - cpu_s)
-            assert clock.used_s() == pytest.approx(passed_s - clock.queued_s)
-
-
-@pytest.mark.parametrize("why", [None, "caller", "time", "disk"])
-def test_a_child_is_waited_for_until_it_ends_or_reaches_a_limit(
-    why: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(zygote, "InterpreterState", SimpleNamespace(now=lambda: None))  # it changes this process
-    child = subprocess.Popen(["sleep", "0" if why is None else "60"])
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    pidfd = os.pidfd_open(child.pid)
-    plan = zygote.SandboxPlan("reduced", str(tmp_path), 1, 0, ())
-    limits = replace(LIMITS, seconds=0.1 if why == "time" else 60.0)
-    if why == "disk":
-        (tmp_path / "large").write_bytes(b"x" * (2 << 20))
-    if why == "caller":
-        ours.close()
-    clock = zygote._Clock(theirs, child.pid, pidfd, time.monotonic(), limits)
-    clock._update_queued = lambda: None  # type: ignore[method-assign]  # nobody answers
-    found = zygote._ChildServer(theirs, plan, str(tmp_path), None)._wait(pidfd, clock)
-    assert found in (("time", "idle") if why == "time" else (why,))
-    assert child.wait(20) == (0 if why is None else -signal.SIGKILL)
-    os.close(pidfd)
-    theirs.close()
-    ours.close()
-
-
-def test_files_are_counted_and_measured(tmp_path: Path) -> None:
-    inner = tmp_path / "inner"
-    inner.mkdir()
-    (inner / "file").write_bytes(b"x" * 8192)
-    (tmp_path / "link").symlink_to("/usr")  # not followed
-    used = sum(path.lstat().st_blocks * 512 for path in (inner, inner / "file", tmp_path / "link"))
-    assert not zygote._exceeds_disk(str(tmp_path), used)
-    assert zygote._exceeds_disk(str(tmp_path), used - 1)
-    for number in range(4096 - 3):
-        os.mkfifo(tmp_path / str(number))
-    assert not zygote._exceeds_disk(str(tmp_path), 1 << 30)
-    os.mkfifo(tmp_path / "one more")
-    assert zygote._exceeds_disk(str(tmp_path), 1 << 30)
-
-
-# --- rights on files -------------------------------------------------------------------------------------------------
-
-EXECUTE, WRITE, READ, LIST = (1 << bit for bit in range(4))  # of linux/landlock.h
-REMOVE_DIR, REMOVE, CHAR, MAKE_DIR, REGULAR, SOCK, FIFO, BLOCK, SYM, REFER, TRUNCATE, IOCTL = (
-    1 << bit for bit in range(4, 16)
-)
-
-
-@pytest.mark.parametrize("abi", range(8))
-def test_landlock_gives_the_rights_that_a_program_needs(
-    abi: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "lib" / "test").mkdir(parents=True)
-    (tmp_path / "lib" / "json.py").touch()
-    (tmp_path / "dynamic").mkdir()
-    (tmp_path / "cache").touch()
-    rules: dict[str, int] = {}
-    made: list[tuple[int, ...]] = []
-    restricted: list[int] = []
-
-    def ruleset(*arguments: int) -> int:
-        made.append(arguments)
-        return os.open(os.devnull, os.O_RDONLY)
-
-    def allow(_: int, path: str, access: int) -> None:
-        rules[path] = rules.get(path, 0) | access
-
-    monkeypatch.setattr(kernel, "landlock_abi", lambda: abi)
-    monkeypatch.setattr(kernel, "landlock_ruleset", ruleset)
-    monkeypatch.setattr(kernel, "landlock_allow", allow)
-    monkeypatch.setattr(kernel, "landlock_restrict", restricted.append)
-    library = str(tmp_path / "lib")
-    files = (str(tmp_path / "cache"), "/dev/null", str(tmp_path / "absent"))
-    view = confine.View((library, str(tmp_path / "dynamic")), files, (f"{library}/test",))
-    assert confine.restrict_files(view, str(tmp_path)) == abi
-    if abi == 0:
-        assert not made + restricted
-        return
-    refer, truncate = REFER * (abi >= 2), TRUNCATE * (abi >= 3)
-    all_rights = (1 << 13) - 1 | refer | truncate | IOCTL * (abi >= 5)
-    assert made == [(all_rights, 3 * (abi >= 4), 3 * (abi >= 6), abi)]
-    assert len(restricted) == 1
-    own = READ | LIST | WRITE | REMOVE_DIR | REMOVE | MAKE_DIR | REGULAR | FIFO | SYM | truncate | refer
-    devices = dict.fromkeys(confine._DEVICES, READ | WRITE | truncate)
-    assert rules == {
-        str(tmp_path): own,
-        f"{library}/json.py": READ,
-        library: LIST,
-        str(tmp_path / "dynamic"): READ | LIST,
-        str(tmp_path / "cache"): READ,
-        **devices,
-    }
-
-
-def test_a_folder_is_open_if_all_above_it_are(tmp_path: Path) -> None:
-    (tmp_path / "closed" / "inner").mkdir(parents=True)
-    (tmp_path / "closed").chmod(0o700)
-    assert confine._open_to_all("/")
-    assert confine._open_to_all("/usr/lib")
-    assert not confine._open_to_all(str(tmp_path / "closed"))
-    assert not confine._open_to_all(str(tmp_path / "closed" / "inner"))
-
-
-def test_calls_of_the_kernel_have_the_arguments_that_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[Any, ...]] = []
-
-    def record(*arguments: Any) -> int:
-        calls.append(arguments)
-        return 7
-
-    monkeypatch.setattr(kernel, "_syscall", record)
-    for abi in range(1, 7):
-        assert kernel.landlock_ruleset(1, 2, 3, abi) == 7
-    words = (n.to_bytes(8, "little") for n in (1, 2, 3))
-    packed = b"".join(words)
-    sizes = [8, 8, 8, 16, 16, 24]
-    assert calls == [("landlock_create_ruleset", 444, packed[:size], size, 0) for size in sizes]
-    calls.clear()
-    kernel.landlock_restrict(5)
-    kernel.close_all_but({0, 1, 2, 5, 9})
-    assert calls == [
-        ("landlock_restrict_self", 446, 5, 0),
-        ("close_range", 436, 3, 4, 0),
-        ("close_range", 436, 6, 8, 0),
-        ("close_range", 436, 10, (1 << 31) - 1, 0),
-    ]
-
-    def refuse(*_: Any) -> int:
-        raise OSError(errno.ENOSYS, "no Landlock")
-
-    monkeypatch.setattr(kernel, "_syscall", refuse)
-    assert kernel.landlock_abi() == 0
-
-
-def test_a_process_without_its_parent_ends_at_once() -> None:
-    code = (
-        "import sys; from nemo_prorl.rewards.sandbox.kernel import die_with_parent; die_with_parent(int(sys.argv[1]))"
-    )
-    ends = [
-        subprocess.run([sys.executable, "-c", f"{code}; print('lives')", str(pid)], capture_output=True, check=False)
-        for pid in (os.getpid(), 1)
-    ]
-    assert [(end.returncode, end.stdout) for end in ends] == [(0, b"lives\n"), (1, b"")]

@@ -141,9 +141,11 @@ def test_a_program_has_limits_that_it_cannot_raise(box: ProcessSandbox) -> None:
     assert found == {name: str(number) for name, number in wanted.items()}
 
 
-def test_threads_are_counted_where_the_kernel_does_not_limit_them() -> None:
+def test_a_new_sandbox_bears_no_mark_and_counts_threads_where_the_kernel_does_not_limit_them() -> None:
     sandbox = ProcessSandbox("none")
     try:
+        look = "import os\nprint(os.stat('.').st_mtime, os.listdir('.'))"
+        assert sandbox.run(Program(look, "stdin", ("",)), lambda *_: True).outputs == (b"0.0 []\n",)
         run = sandbox.run(Program(levels._THREADS, "stdin", ("",), time_limit_s=20.0), lambda *_: True)
     finally:
         sandbox.close()

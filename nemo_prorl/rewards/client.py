@@ -138,7 +138,7 @@ class RewardClient:
         self._bundle_bytes = 0
         self._flush: asyncio.TimerHandle | None = None
         self._flushed_at = -math.inf  # time of the last POST on the loop's clock
-        self._keys = itertools.count(1)
+        self._keys = itertools.count()
         self._session: aiohttp.ClientSession | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._no_server = self._last_error = f"no reward server is ready in {endpoints_dir}"

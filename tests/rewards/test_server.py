@@ -1,6 +1,5 @@
 """The real server process: token, forms of a request, back-pressure, and its end in every way."""
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -21,11 +20,11 @@ import aiohttp
 import pytest
 from starlette.testclient import TestClient
 
+from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.rewards.connections import MAX_BODY, allow_connections
 from nemo_prorl.rewards.discovery import discover
-from nemo_prorl.rewards.options import add_server_arguments
-from nemo_prorl.rewards.server import DEADLINE_HEADER, RewardApp, read_token, serve
+from nemo_prorl.rewards.server import DEADLINE_HEADER, RewardApp, read_token
 from nemo_prorl.rewards.service import RewardService
 from tests.rewards.conftest import ROOT, RunningServer, StartServer, is_alive, request_of, wait_gone
 
@@ -313,16 +312,22 @@ def test_the_server_ends_with_its_parent(plugins: Path, start_server: StartServe
     wait_gone(workers, "the workers")
 
 
-def test_a_server_that_is_stopped_while_it_starts_ends_cleanly(plugins: Path, tmp_path: Path) -> None:
-    token, parser = tmp_path / "token", argparse.ArgumentParser()
-    token.write_text("secret")
-    add_server_arguments(parser)
-
-    async def main() -> int:
-        asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGTERM)
-        return await serve(parser.parse_args(["--tasks", "echo", "--token-file", str(token)]))
-
-    assert asyncio.run(main()) == 0
+def test_a_server_that_is_stopped_while_its_workers_start_ends_at_once(tmp_path: Path) -> None:
+    wait = "import sys, time\nif 'worker' in sys.argv[0]:\n    time.sleep(60)\n"
+    (tmp_path / "slow.py").write_text(wait + "def score(prompt, response, truth):\n    return 1.0\n")
+    (tmp_path / "token").write_text("secret")
+    command = [sys.executable, "-m", "nemo_prorl.rewards.server", "--tasks", f"slow={tmp_path / 'slow.py'}:score"]
+    server = RunningServer(
+        subprocess.Popen([*command, "--token-file", str(tmp_path / "token")], cwd=ROOT), tmp_path / "endpoint"
+    )
+    try:
+        Deadline(60, "its worker").wait_until(lambda: bool(server.workers))
+        workers = server.workers
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(20) == 0
+        wait_gone(workers, "the workers")
+    finally:
+        server.kill()
 
 
 def test_wrong_use_is_said_before_anything_starts(plugins: Path, tmp_path: Path) -> None:

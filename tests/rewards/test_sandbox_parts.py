@@ -129,6 +129,20 @@ def test_deleted_files_are_limited_by_the_descriptors_where_the_kernel_does_not_
     assert [limited(13, 1), limited(13, 4), limited(13, 16), limited(500, 1)] == [272, 80, 48, 512]
 
 
+def test_a_sandbox_process_that_does_not_answer_is_broken() -> None:
+    sandbox = ProcessSandbox("none")
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sandbox._socket = ours
+    with ours:
+        with theirs:
+            for wait in (sandbox._receive, sandbox._await_child):
+                with pytest.raises(client._Broken, match=r"no answer within 0\.05 s"):
+                    wait(0.05)
+        for wait in (sandbox._receive, sandbox._await_child):
+            with pytest.raises(client._Broken, match="its process ended"):
+                wait(0.05)
+
+
 def test_a_program_that_breaks_the_sandbox_twice_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     broken: list[int] = []
 

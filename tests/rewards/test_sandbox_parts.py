@@ -160,6 +160,16 @@ def test_a_program_that_breaks_the_sandbox_twice_has_failed(monkeypatch: pytest.
     run = sandbox.run(Program("", "stdin", ("", "")), lambda *_: True)
     assert run.outputs == (None, None)
     assert run.details == ("the sandbox's process ended twice on this program",) * 2
+    broken.clear()
+
+    def busy(run: client._ProgramRun) -> None:
+        broken.append(1)
+        raise SandboxFailure("the machine is too busy")
+
+    monkeypatch.setattr(client._ProgramRun, "result", busy)
+    with pytest.raises(SandboxFailure, match="too busy"):
+        sandbox.run(Program("", "stdin", ("", "")), lambda *_: True)
+    assert len(broken) == 1
 
 
 # --- the process that keeps the programs -----------------------------------------------------------------------------

@@ -416,6 +416,18 @@ def test_memory_is_an_eighth_of_the_naive_form_at_the_vocabulary_of_qwen(with_en
         assert float((found - right).norm()) <= 1e-5 * float(right.norm())
 
 
+def test_an_entropy_without_a_gradient_takes_no_memory_in_the_backward_pass() -> None:
+    hidden, weight, target, *_ = case(10, tokens=9, rows=50, hidden=2, vocab=50)
+    peaks = []
+    for with_entropy in (False, True):
+        leaf = hidden.clone().requires_grad_()
+        logp, _ = chunked_logprobs(leaf, weight, target, 1.2, vocab_size=50, with_entropy=with_entropy)
+        with LiveBytes() as backward:
+            logp.sum().backward()
+        peaks.append(backward.peak)
+    assert peaks[0] == peaks[1] > 0
+
+
 @pytest.mark.starts
 def test_two_ranks_equal_one(tmp_path: Path) -> None:
     """Real gloo processes.  In one case the second shard ends in padding, in the other it is nothing else."""

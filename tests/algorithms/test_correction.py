@@ -123,8 +123,8 @@ def test_nothing_counts(kind: str) -> None:
 
 
 def test_a_kind_that_no_formula_has_is_refused() -> None:
-    with pytest.raises(ValueError, match="correction 'tiss': expected none, tis, icepop or sequence_mask"):
-        rollout_correction(*logs(RATIOS), MASK, CorrectionConfig("tiss"))
+    with pytest.raises(ValueError, match="correction 'raft': expected none, tis, icepop or sequence_mask"):
+        rollout_correction(*logs(RATIOS), MASK, CorrectionConfig("raft"))
 
 
 def test_weight_has_no_gradient_and_huge_gaps_are_capped() -> None:

@@ -313,7 +313,7 @@ def _advice(history: History, rules: ResetRulesConfig) -> list[Finding]:
         elif key == "rollout/truncated" and now - low > rules.truncation_rise:
             what = f"{now:.1%} of the responses are cut off; it was {low:.1%} (> {rules.truncation_rise:.1%} more)"
             tell("truncation", key, now - low, rules.truncation_rise, what)
-        elif key == "rollout/response_tokens" and now > rules.length_factor * low > 0.0:
+        elif key == "rollout/response_tokens" and low and now > rules.length_factor * low:
             what = f"responses have {now:.4g} tokens, {now / low:.3g} times their shortest (> {rules.length_factor:g})"
             tell("length", key, now / low, rules.length_factor, what)
         elif key == "entropy" and now < rules.entropy_share * high:

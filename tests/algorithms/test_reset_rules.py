@@ -298,8 +298,8 @@ class TestAdvice:
                 "responses have 160 tokens, 1.6 times their shortest (> 1.5)",
             ),
             (
-                *("entropy", "entropy", [1.0, 0.5, 0.25], [1.0, 0.5, 0.125], 0.125, 0.25),
-                "entropy is 0.125, 0.125 of its highest (< 0.25)",
+                *("entropy", "entropy", [2.0, 1.0, 0.5], [2.0, 1.0, 0.25], 0.125, 0.25),
+                "entropy is 0.25, 0.125 of its highest (< 0.25)",
             ),
         ],
     )
@@ -309,6 +309,9 @@ class TestAdvice:
         rules = replace(RULES, truncation_rise=0.125, length_factor=1.5, entropy_share=0.25)
         assert told(self.lines(key, quiet), rules) == []
         assert replay(self.lines(key, loud), rules) == [Finding(rule, 30, key, seen, limit, False, what)]
+
+    def test_a_length_of_zero_is_no_measure(self) -> None:
+        assert told(self.lines("rollout/response_tokens", [0.0, 100.0]), RULES) == []
 
     def test_advice_outlives_a_reset_and_is_repeated_after_the_cooldown_only(self) -> None:
         lines = self.lines("entropy", [1.0] + [0.1] * 12)

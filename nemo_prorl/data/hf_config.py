@@ -112,8 +112,6 @@ def _rope_type(rope: dict[str, Any]) -> str:
 
 def _is_computed(rope: Any) -> bool:
     """Return whether the actor supports these settings of the rotary embedding."""
-    nested = not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values())
-    if nested or rope.get("partial_rotary_factor", 1) != 1:
-        return False
-    kind = _rope_type(rope)
+    plain = isinstance(rope, dict) and not any(isinstance(value, dict) for value in rope.values())
+    kind = _rope_type(rope) if plain and rope.get("partial_rotary_factor", 1) == 1 else None
     return kind == "default" or (kind == "llama3" and all(name in rope for name in _LLAMA3.values()))

@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter, Validat
 from pydantic_core import core_schema
 from typing_extensions import TypedDict  # pydantic does not support Python 3.11's typing.TypedDict
 
+from nemo_prorl.data import parquet
 from nemo_prorl.errors import DataError, json_fault
 
 
@@ -262,9 +263,7 @@ def _parse(raw: bytes, where: str) -> Any:
 
 def _objects(path: str | Path) -> Iterator[tuple[str, int, Any]]:
     """Yield (where, line or row, object) of each record in a file, unchecked."""
-    if Path(path).suffix == ".parquet":
-        from nemo_prorl.data import parquet  # pyarrow is optional: JSON Lines do not need it
-
+    if parquet.is_parquet(path):
         for number, row in parquet.read_rows(path):
             yield f"{path}:{number}", number, parquet.record_of(row, f"{path}:{number}")
         return

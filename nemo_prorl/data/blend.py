@@ -270,12 +270,13 @@ class Blend:
 
     def _order(self, index: int, epoch: int) -> list[int]:
         """Return the shuffled positions of one epoch of a source."""
-        if self._orders.get(index, (None, []))[0] != epoch:
+        known, order = self._orders.get(index, (None, []))
+        if known != epoch:
             source, records = self._sources[index]
             order = list(range(len(records)))
             random.Random(f"{self._seed}/{source.name}/{epoch}").shuffle(order)
             self._orders[index] = (epoch, order)
-        return self._orders[index][1]
+        return order
 
 
 def ids_hash(records: Sequence[Record]) -> str:

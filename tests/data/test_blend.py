@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nemo_prorl.config import DataConfig, DataSource
-from nemo_prorl.data.blend import Blend, LoadedSource, load_sources, of_tasks
+from nemo_prorl.data.blend import Blend, LoadedSource, ids_hash, load_sources, of_tasks
 from nemo_prorl.errors import CheckpointError, ConfigError, DataError
 from nemo_prorl.settings import load
 from tests.data.made import loaded, sources
@@ -78,6 +78,12 @@ def test_changed_record_is_refused() -> None:
     changed[1][1][2]["truth"] = {"answer": "other"}
     with pytest.raises(CheckpointError, match="'b': its hash"):
         Blend(changed, 1).load_state_dict(Blend(sources(), seed=1).state_dict())
+
+
+def test_the_order_of_a_truth_s_fields_is_no_change() -> None:
+    one, other = {"answer": "1", "unit": "m"}, {"unit": "m", "answer": "1"}
+    records = [{"id": "a", "prompt": "?", "truth": truth} for truth in (one, other)]
+    assert ids_hash(records[:1]) == ids_hash(records[1:]) != ids_hash(records)
 
 
 @pytest.mark.parametrize(

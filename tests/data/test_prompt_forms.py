@@ -98,3 +98,12 @@ def test_the_plan_shows_what_the_renderer_makes(folder: Path) -> None:
 def test_a_template_without_the_problem_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"data\.templates\.math=.*\{problem\} once"):
         settings.load(["data.templates.math=Compute."])
+
+
+def test_a_tokenizer_without_an_eos_token_is_refused(folder: Path) -> None:
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        if (folder / name).is_file():
+            found = json.loads((folder / name).read_text())
+            (folder / name).write_text(json.dumps({**found, "eos_token": None}))
+    with pytest.raises(ConfigError, match="does not have an eos token"):
+        PromptRenderer(folder, 64)

@@ -78,6 +78,24 @@ def test_a_stopped_process_says_why_and_answers_whoever_still_waits(
     assert kept(run) == [2]
 
 
+def test_a_finished_process_answers_whoever_still_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = SmallRun(config(tmp_path, max_steps=2))
+
+    def prepare(trainer: Trainer) -> None:
+        hash_of = run.policy.weights_sha256
+
+        def late() -> str:
+            place(tmp_path, "checkpoint", "r-1")
+            return hash_of()
+
+        monkeypatch.setattr(
+            trainer.checkpoints, "wait", lambda: monkeypatch.setattr(run.policy, "weights_sha256", late)
+        )
+
+    run.process(monkeypatch, prepare)
+    assert [(e["request"], e["status"]) for e in answers(tmp_path)] == [("r-1", "dropped")]
+
+
 def test_a_finished_process_has_waited_for_its_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = SmallRun(config(tmp_path, max_steps=2))
     run.cfg.trainer.trace_steps = [2]

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 from nemo_prorl.batch import Batch
 from nemo_prorl.config import CorrectionConfig, ShapingConfig
 from nemo_prorl.leader import Leader, _unpacked
+from nemo_prorl.metrics import Metrics
 from nemo_prorl.rollout.endpoints import response_seed
-from nemo_prorl.trainer import Trainer
+from nemo_prorl.trainer import Trainer, update
 from tests.lifecycle.small_run import EOS, LR, TASKS, Ranks, SmallPolicy, SmallRenderer, SmallRun, config
 
 STEP = 3
@@ -305,6 +307,20 @@ def test_the_adaptive_bonus_is_in_the_loss_once_the_entropy_is_low(
     assert [line["policy/entropy_coef"] for line in high.run.lines()] == [0.0] * 3
     assert all(asked for _, _, asked in low.run.policy.updates)
     assert low.trainer.entropy.state_dict() == {"coefficient": 0.15}
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_only_rows_with_a_token_to_train_on_make_an_update(
+    tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = SmallRun(config(tmp_path, max_steps=1))
+    run.start(monkeypatch).train()
+    run.close()
+    batch, metrics = run.policy.updates[0][0], Metrics(1, "none")
+    first_BT = batch.mask_BT & (batch.mask_BT.cumsum(-1) == 1) & (torch.arange(len(batch)) == 0)[:, None]
+    before = len(run.policy.updates)
+    update(run.policy, replace(batch, mask_BT=first_BT & bool(tokens)), run.cfg.trainer.grpo, metrics)
+    assert len(run.policy.updates) - before == tokens
 
 
 def test_the_metrics_of_an_update_are_means_over_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

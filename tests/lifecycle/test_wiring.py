@@ -81,9 +81,12 @@ def test_three_steps_in_a_row_stop_the_run_also_across_a_restart(
     with pytest.raises(StoppedCleanly, match="after step 4: 3 steps in a row"):
         go(run, monkeypatch, hopeless_in(run, {2, 3, 4, 5, 6}))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000004"]
+    assert json.loads((tmp_path / "summary.json").read_text())["heldout"]["steps"] == [0, 0]  # since its validation
     run.cfg.trainer.grpo.max_steps_without_signal = 5
     with pytest.raises(StoppedCleanly, match="after step 6: 5 steps in a row"):
         go(run, monkeypatch, hopeless_in(run, {2, 3, 4, 5, 6}))
+    run.cfg.trainer.grpo.max_steps = 7
+    assert go(run, monkeypatch, hopeless_in(run, {7})).progress.step == 7  # the last step ends the run, not a stop
 
 
 @pytest.mark.parametrize("most", [2, 3])

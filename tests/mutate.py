@@ -129,7 +129,8 @@ def walk(node: ast.AST) -> Iterator[ast.AST]:
         ):
             continue
         for child in value if isinstance(value, list) else [value]:
-            quiet = isinstance(child, ast.Expr) and ast.unparse(child).startswith((*QUIET, "'", '"'))
+            quiet = isinstance(child, ast.Expr) and ast.unparse(child).startswith((*QUIET, "'", '"', "..."))
+            quiet |= isinstance(child, ast.keyword) and child.arg == "strict"  # of zip, beside equal lengths
             checked = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
             if isinstance(child, ast.AST) and not quiet and not checked:
                 yield from walk(child)

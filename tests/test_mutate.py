@@ -32,6 +32,13 @@ def raised(box: dict[str, int]) -> None:
 
 def near(x: float) -> bool:
     return x < 0.5
+
+
+def promised() -> int: ...
+
+
+def pairs(x: list[int]) -> object:
+    return zip(x, x, strict=True)
 '''
 
 
@@ -57,6 +64,7 @@ def test_each_kind_of_change_is_made_once_and_gives_a_program(tmp_path: Path) ->
         "x < 0.5 -> x > 0.5",  # not <=: floats are hardly ever equal
         "0.5 -> 1.5",
         "return x < 0.5 -> return None",
+        "return zip(x, x, strict=True) -> return None",
     }
     assert len(found) == len(changes) + 2  # 0 and 1 stand twice
     for mutant in found:

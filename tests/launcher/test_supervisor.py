@@ -236,10 +236,9 @@ def test_a_service_that_ends_or_is_to_be_restarted_starts_again(
     looks: list[int] = []
     monkeypatch.setattr(Health, "update", lambda self: looks.append(1))
     assert SmallNode(tmp_path / "ended", "exit(1)", "WAIT 2: time.sleep(0.02)").run().code == 0
-    node = SmallNode(tmp_path / "asked", SLEEPS, "WAIT 2: time.sleep(0.02)")
-    asked = node.endpoints / "engine-0.restart"
-    asked.touch()
-    assert node.run().code == 0
+    asked = tmp_path / "asked" / "endpoints" / "engine-0.restart"
+    asks = f"WAIT 1: time.sleep(0.02)\nopen('{asked}', 'w').close()\nWAIT 2: time.sleep(0.02)"
+    assert SmallNode(tmp_path / "asked", SLEEPS, asks).run().code == 0
     assert not asked.exists()
     assert looks
 

@@ -72,7 +72,7 @@ BAD: dict[str, tuple[str, dict[str, str]]] = {
         {"top": "import threading, time; threading.Thread(target=time.sleep, args=(1,), daemon=True).start()"},
     ),
     "starts a process when imported": ("import", {"top": "import subprocess; subprocess.run(['true'])"}),
-    "changes its folder when imported": ("import", {"top": "os.chdir('/')"}),
+    "changes its folder when imported": ("import", {"top": "os.chdir('..')"}),
     "changes the environment when imported": ("import", {"top": "os.environ['TZ'] = 'UTC'"}),
     "loads a heavy package when imported": ("import", {"top": "import sympy"}),
     "computes when imported": (
@@ -157,6 +157,7 @@ def tested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tested-plugin\nVersion: 1.0\n")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("TZ", os.environ.get("TZ", ""))  # one of them sets it
+    monkeypatch.chdir(tmp_path)  # and one leaves it
 
     def install(**places: str) -> str:
         module = f"tested_plugin_{tmp_path.name.replace('-', '_')}"  # its own in this process, which imports it too

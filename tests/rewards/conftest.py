@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from nemo_prorl.deadlines import Deadline
+from nemo_prorl.rewards.sandbox import levels
+from nemo_prorl.rewards.sandbox.client import ProcessSandbox, SandboxFailure
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -89,6 +91,18 @@ def install(folder: Path, entry_points: str) -> None:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: misbehaving-plugins\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(entry_points)
     (folder / "misbehaving_plugins.py").write_text(PLUGINS)
+
+
+@pytest.fixture(scope="module", params=levels.LEVELS)
+def box(request: pytest.FixtureRequest) -> Iterator[ProcessSandbox]:
+    """A started sandbox of each level that this machine has."""
+    sandbox = ProcessSandbox(request.param)
+    try:
+        sandbox.start()
+    except SandboxFailure as error:
+        pytest.skip(f"this machine has no such level: {error}")
+    yield sandbox
+    sandbox.close()
 
 
 @pytest.fixture

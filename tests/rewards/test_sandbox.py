@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +26,6 @@ from tests.rewards.conftest import ROOT, children_of, is_alive, sharing_one_cpu
 pytestmark = pytest.mark.starts
 
 ADD = "a, b = map(int, input().split())\nprint(a + b)\n"
-
-
-@pytest.fixture(scope="module", params=levels.LEVELS)
-def box(request: pytest.FixtureRequest) -> Iterator[ProcessSandbox]:
-    sandbox = ProcessSandbox(request.param)
-    try:
-        sandbox.start()
-    except SandboxFailure as error:
-        pytest.skip(f"this machine has no such level: {error}")
-    yield sandbox
-    sandbox.close()
 
 
 def run(box: ProcessSandbox, source: str, *inputs: str, **more: Any) -> ProgramRun:

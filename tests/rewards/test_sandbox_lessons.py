@@ -3,27 +3,15 @@
 import errno
 import json
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from nemo_prorl.rewards.interface import Program
 from nemo_prorl.rewards.sandbox import kernel, levels
-from nemo_prorl.rewards.sandbox.client import ProcessSandbox, SandboxFailure
+from nemo_prorl.rewards.sandbox.client import ProcessSandbox
 
 pytestmark = pytest.mark.starts
-
-
-@pytest.fixture(scope="module", params=levels.LEVELS)
-def box(request: pytest.FixtureRequest) -> Iterator[ProcessSandbox]:
-    sandbox = ProcessSandbox(request.param)
-    try:
-        sandbox.start()
-    except SandboxFailure as error:
-        pytest.skip(f"this machine has no such level: {error}")
-    yield sandbox
-    sandbox.close()
 
 
 def test_a_process_of_the_host_cannot_be_found_by_its_number(box: ProcessSandbox) -> None:

@@ -1,4 +1,4 @@
-"""What is on a GPU in each phase of a step.  The plan adds it up, and tests hold the trainer to it."""
+"""The allocations on a GPU in each phase of a step.  The plan adds them up, and tests hold the trainer to them."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING

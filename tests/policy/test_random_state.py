@@ -181,3 +181,13 @@ def test_metadata_that_a_resume_would_refuse_is_refused_when_it_is_written(
     with pytest.raises(CheckpointError, match=r"\.metadata was refused"):
         checkpoint_files._Snapshot({}, {}, random_state(), {}, [], "").write_tensors(tmp_path, None)
     assert not (tmp_path / "run").exists()
+
+
+def test_the_state_of_the_ranks_own_gpu_is_saved_and_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[tuple[list[torch.Tensor], int]] = []
+    monkeypatch.setattr("nemo_prorl.device.random_states", lambda: [torch.tensor([7], dtype=torch.uint8)])
+    monkeypatch.setattr("nemo_prorl.device.set_random_states", lambda states, rank: taken.append((states, rank)))
+    state = random_state()
+    set_random_state(state, rank=5)
+    assert taken == [(state["cuda"], 5)]
+    assert state["cuda"][0].item() == 7

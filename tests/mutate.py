@@ -80,17 +80,22 @@ QUIET = ("_log.", "RECORDER.", "warnings.", "sys.stdout.", "logging.")  # calls 
 
 
 class Mutant(NamedTuple):
-    """A replacement of the source between two positions (line from 1, column in bytes)."""
+    """A replacement of the source between two positions (line from 1, column in bytes).
+
+    `statement`: the line of a constant, without which `1 -> 2` would name all of a file's; otherwise empty.
+    """
 
     file: str
     begin: tuple[int, int]
     end: tuple[int, int]
     old: str
     new: str
+    statement: str = ""
 
     @property
     def key(self) -> str:
-        return f"{self.file}: {' '.join(self.old.split())} -> {' '.join(self.new.split())}"
+        key = f"{self.file}: {' '.join(self.old.split())} -> {' '.join(self.new.split())}"
+        return f"{key}  in: {self.statement}" if self.statement else key
 
     def applied(self, source: bytes) -> bytes:
         """Return the source with the replacement."""
@@ -116,7 +121,8 @@ def mutants_of(root: Path, file: str) -> list[Mutant]:
     for node in walk(tree):
         for old, new in changes(node, floats):
             begin, end = (old.lineno, old.col_offset), (old.end_lineno or 0, old.end_col_offset or 0)
-            found.append(Mutant(file, begin, end, ast.get_source_segment(source, old) or "", new))
+            line = source.splitlines()[old.lineno - 1].strip() if isinstance(old, ast.Constant) else ""
+            found.append(Mutant(file, begin, end, ast.get_source_segment(source, old) or "", new, line))
     return sorted(set(found))
 
 

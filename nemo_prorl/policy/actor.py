@@ -354,12 +354,17 @@ class Actor:
             for state in adam.state.values():
                 for moment in _MOMENTS:  # in place: awake engines leave no room for new ones
                     state[moment].zero_()
+        self._set_step(0)
+
+    def _set_step(self, step: int) -> None:
+        for leaf in self._leaf_optimizers():
+            adam = leaf.optimizer
             for group in adam.param_groups:
                 if isinstance(adam, torch.optim.AdamW):  # counts per parameter; Transformer Engine's Adam per group
                     for p in group["params"]:
-                        adam.state[p]["step"] = torch.tensor(0.0)
+                        adam.state[p]["step"] = torch.tensor(float(step))
                 else:
-                    group["step"] = 0
+                    group["step"] = step
 
     def reload_masters(self) -> None:
         """Overwrite the float32 master weights with the weights in use; precision beyond bf16 is lost."""
@@ -403,6 +408,19 @@ class Actor:
     def reference_sha256(self) -> str:
         """Return `sha256_of` the reference policy, which is the same at any parallel layout.  A collective."""
         return self.stored_reference.sha256()
+
+
+def load_optimizer(actor: Actor, param_state: Mapping[int, Mapping[str, Tensor]], step: int) -> None:
+    """Copy loaded moments and master weights into this rank's own, and set Adam's step count.
+
+    Megatron's `load_state_dict` would first make new moments, for which awake engines leave no room.
+
+    Args:
+        param_state: as in Megatron's sharded state of a distributed optimizer; on any device.
+    """
+    (leaf,) = actor._leaf_optimizers()
+    leaf.load_parameter_state_from_fs_model_space(param_state)
+    actor._set_step(step)
 
 
 def _count_positions(parts: Sequence[tuple[Tensor, _Micro]]) -> dict[str, float]:

@@ -43,7 +43,7 @@ from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import CheckpointError
 from nemo_prorl.lifecycle.killpoints import killpoint
 from nemo_prorl.lifecycle.retention import FORMAT, TEMPORARY, put_in_place, read_state
-from nemo_prorl.policy.actor import Actor
+from nemo_prorl.policy.actor import Actor, load_optimizer
 from nemo_prorl.policy.plain_files import check_objects, load_plain
 from nemo_prorl.policy.random_state import RandomState, random_state, set_random_state
 from nemo_prorl.policy.weights import sha256_of
@@ -69,7 +69,7 @@ def _sharded_state(actor: Actor) -> dict[str, Any]:
     dict_list_map_inplace(_reference_of(actor), reference)
     add_prefix_for_sharding(reference, REFERENCE)
     model = _sharded_model(actor, actor.keeps_scales)
-    return {"reference": reference, "model": model, "optimizer": _sharded_optimizer(actor, model, is_loading=False)}
+    return {"reference": reference, "model": model, "optimizer": _sharded_optimizer(actor, model)}
 
 
 def _sharded_model(actor: Actor, scales: bool) -> dict[str, Any]:
@@ -78,11 +78,9 @@ def _sharded_model(actor: Actor, scales: bool) -> dict[str, Any]:
     return {key: value for key, value in state.items() if scales or not key.endswith(_EXTRA)}
 
 
-def _sharded_optimizer(actor: Actor, model: dict[str, Any], is_loading: bool) -> dict[str, Any]:
+def _sharded_optimizer(actor: Actor, model: dict[str, Any]) -> dict[str, Any]:
     """Return the optimizer's tensors, sharded like the parameters in `model`."""
-    state: dict[str, Any] = actor.optimizer.sharded_state_dict(
-        model, is_loading=is_loading, dist_ckpt_parallel_save=True
-    )
+    state: dict[str, Any] = actor.optimizer.sharded_state_dict(model, dist_ckpt_parallel_save=True)
     return state
 
 
@@ -105,12 +103,11 @@ def _load_weights(actor: Actor, folder: Path, prefix: str = "") -> None:
 
 def _load_optimizer(actor: Actor, folder: Path) -> None:
     """Load Adam's moments, master weights and step count; keep this run's settings, such as the learning rate."""
-    state = _sharded_optimizer(actor, _sharded_model(actor, scales=False), is_loading=True)
-    own = copy.deepcopy(state["optimizer"]["param_groups"])
+    state = _sharded_optimizer(actor, _sharded_model(actor, scales=False))
+    dict_list_map_inplace(_to_be_read, state)
     found = dist_checkpointing.load({"optimizer": state}, str(folder))["optimizer"]
     step = int(found["optimizer"]["param_groups"][0]["step"])  # a float from torch's AdamW, an int from other Adams
-    found["optimizer"]["param_groups"] = [{**group, "step": step} for group in own]
-    actor.optimizer.load_state_dict(found)
+    load_optimizer(actor, found["param_state"], step)
 
 
 def _reference_of(actor: Actor) -> Callable[[Any], Any]:

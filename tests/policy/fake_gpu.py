@@ -13,8 +13,30 @@ from torch.utils._pytree import tree_leaves
 from nemo_prorl import device
 
 
-class FakeGpu(TorchDispatchMode):
-    """Follows which tensors are in host memory: from `host_memory`, from calls that name the CPU, or made of such.
+class LiveBytes(TorchDispatchMode):
+    """Adds up the bytes of storages that a mode below gives to `_count`: `now`, and `peak`, the most at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._new: dict[int, Any] = {}
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        size, key = storage.nbytes(), storage._cdata
+        if key in self._new:
+            return
+
+        def freed(_: Any) -> None:
+            self._new.pop(key, None)
+            self.now -= size
+
+        self._new[key] = weakref.ref(storage, freed)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+
+class FakeGpu(LiveBytes):
+    """Follows which tensors are in host memory: from `host_memory`, a file or calls that name the CPU, or made of such.
 
     All others are on the GPU.  `peak`: the most bytes at a time of tensors that are new there.  Bytes (uint8) are left
     out: they are objects that ranks exchange, of the same few kB for any size of a model.
@@ -22,9 +44,7 @@ class FakeGpu(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.peak = 0
         self._host: dict[int, torch.UntypedStorage] = {}  # kept alive, so that a key stays a tensor's own
-        self._new: dict[int, Any] = {}
 
     def host_memory(self, size: Sequence[int], dtype: torch.dtype, pinned: bool = False) -> Tensor:
         return torch.empty(size, dtype=dtype, device="cpu")
@@ -38,26 +58,16 @@ class FakeGpu(TorchDispatchMode):
         old = {t.untyped_storage()._cdata for t in given}
         out = func(*args, **kwargs)
         on_host = kwargs.get("device") == torch.device("cpu") or (given and not any(map(self.on_gpu, given)))
+        on_host = on_host or func._schema.name == "aten::set_"  # memory that was there: of a file, from `torch.load`
         for tensor in (t for t in tree_leaves(out) if isinstance(t, Tensor)):
             if tensor.is_meta or tensor.dtype == torch.uint8:
                 continue
             storage = tensor.untyped_storage()
             if on_host and storage._cdata not in old:
                 self._host[storage._cdata] = storage
-            elif storage._cdata not in old and storage._cdata not in self._new:
+            elif storage._cdata not in old:
                 self._count(storage)
         return out
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        size, key = storage.nbytes(), storage._cdata
-
-        def freed(_: Any) -> None:
-            self._new.pop(key, None)
-            self.now -= size
-
-        self._new[key] = weakref.ref(storage, freed)
-        self.now += size
-        self.peak = max(self.peak, self.now)
 
 
 @contextmanager

@@ -132,7 +132,7 @@ def measure(case: Case, out: Path) -> None:
 
 
 def as_on_a_gpu(actor: Any, case: Case, out: Path) -> dict[str, Any]:
-    """Bytes of a GPU that a checkpoint and a hard reset take, at the size of the cluster's model; and the reference."""
+    """Bytes of a GPU that checkpoints and a hard reset take, at the size of the cluster's model; and the reference."""
     from nemo_prorl.policy import checkpoint_files, whole_weights
 
     batch, reference = fixed_batch(), actor.reference_logprobs(fixed_batch())
@@ -152,6 +152,7 @@ def as_on_a_gpu(actor: Any, case: Case, out: Path) -> dict[str, Any]:
         ("saving", lambda: checkpoint_files.PolicyStore(actor).save(out / "checkpoints" / f"{case.name}-gpu", {})),
         ("hashing", actor.reference_sha256),
         ("resetting", lambda: (actor.set_reference(), actor.reset_optimizer(), actor.reference_sha256())),
+        ("loading", lambda: checkpoint_files.PolicyStore(actor).load(out / "checkpoints" / f"{case.name}-2")),
     ):
         actor.stored_reference._sha256 = None
         with fake_gpu(list(actor.reference.values())) as live:

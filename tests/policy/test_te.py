@@ -88,7 +88,7 @@ def test_nothing_large_reaches_a_gpu_while_engines_are_awake(case: Case, te_rank
     assert found["in place"]
     assert found["same"]
     assert found["reference"] == pytest.approx(weights, rel=0.01)
-    for phase in ("saving", "hashing", "resetting"):
+    for phase in ("saving", "hashing", "resetting", "loading"):
         assert found[phase] <= MOST_BESIDE_ENGINES, phase
 
 

@@ -141,12 +141,12 @@ def _own_rotary_positions() -> None:
 def distributed_optimizer_with_torch_adamw() -> None:
     """Repair how Megatron loads the saved state of torch's AdamW, which it uses without apex and Transformer Engine.
 
-    Megatron fails without a step count for each parameter, and then gives all parameters the same counter.
+    Megatron fails without a step count for each parameter.
     """
     import megatron.core.optimizer.distrib_optimizer as module
 
     optimizer = module.DistributedOptimizer
-    load, set_states = optimizer.load_state_dict, optimizer._set_main_param_and_optimizer_states
+    set_states = optimizer._set_main_param_and_optimizer_states
     module.quantize_param_shard = lambda *_, **__: None  # raises without Transformer Engine
 
     def set_states_with_step(self: Any, model_param: torch.nn.Parameter, tensors: dict) -> None:
@@ -156,15 +156,7 @@ def distributed_optimizer_with_torch_adamw() -> None:
         counted = {"step": state["step"].clone()} if "step" in state else {}
         set_states(self, model_param, {**counted, **tensors})
 
-    def load_with_own_steps(self: Any, state: dict) -> None:
-        """Give each parameter its own step count; a shared tensor would be incremented once for every parameter."""
-        load(self, state)
-        for p_state in self.optimizer.state.values():
-            if "step" in p_state:
-                p_state["step"] = p_state["step"].clone()
-
     optimizer._set_main_param_and_optimizer_states = set_states_with_step
-    optimizer.load_state_dict = load_with_own_steps
 
 
 def _nemo_without_apex_and_te() -> None:

@@ -1,10 +1,11 @@
-"""Rehearses the GPU cluster's configurations, made small, on two CPU ranks; only Transformer Engine is a stand-in.
+"""Rehearses the GPU cluster's configurations, made small, on two CPU ranks; Transformer Engine and apex are stand-ins.
 
     .venv/train/bin/python benchmarks/te_rehearsal.py [--out runs/te_rehearsal] [--clusters h100_4x8,h100_4x8_fp8]
 
-tests/te_stand_in computes what Transformer Engine would.  For each cluster file: a model is imported; run1 begins from
-it, with a vLLM engine, and is killed within its hard reset; the same command continues run1; run2 begins from run1 with
-a hard reset; the policy of run2 is exported and hashed.  This tests how the parts fit together, not their speed.
+tests/te_stand_in computes what Transformer Engine and apex would.  For each cluster file: a model is imported; run1
+begins from it, with a vLLM engine, and is killed within its hard reset; the same command continues run1; run2 begins
+from run1 with a hard reset; the policy of run2 is exported and hashed.  This tests how the parts fit together, not
+their speed.
 """
 
 import argparse
@@ -42,7 +43,6 @@ SHRUNK = [
     "trainer.accelerator=cpu",
     "trainer.num_nodes=1",
     "trainer.devices=2",
-    "model.gradient_accumulation_fusion=false",  # with fusion, the output layer would need apex's kernel
     "rollout.engines=1",
     "rollout.threads=1",
     "rollout.eager=true",

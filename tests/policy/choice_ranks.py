@@ -49,11 +49,9 @@ def main() -> None:
     from nemo_prorl.policy.cpu import shims as cpu
 
     cpu.enable(transformer_engine=True)
-    import megatron.core.tensor_parallel.layers as layers
 
     import nemo_prorl.policy.actor  # noqa: F401  (imported before the forks)
 
-    layers._grad_accum_fusion_available = True  # as in te_ranks.py
     for number, (key, choice) in enumerate(CHOICES):
         cluster = "h100_4x8_fp8" if key.startswith("model.fp8") else "h100_4x8"
         case = Case(str(number), tuple(settings_of(key, choice)), cluster)

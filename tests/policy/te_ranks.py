@@ -41,6 +41,7 @@ class Case:
     cluster: str = "h100_4x8"
     ranks: int = 1
     model: str = "model"  # folder of the model
+    fused: bool = False  # linear layers add to the gradient's buffer in float32, too, where NeMo turns this off
 
 
 FLOAT32 = ("trainer.precision=32", "model.megatron_amp_O2=false")
@@ -48,13 +49,15 @@ ACROSS = ("model.tensor_model_parallel_size=2", "model.sequence_parallel=true", 
 LOCAL = Case(  # Megatron's own layers
     "local", (*FLOAT32, "model.transformer_engine=false", "model.gradient_accumulation_fusion=false")
 )
+LOCAL_FUSED = Case("local-fused", LOCAL.overrides, fused=True)
 QWEN3_LOCAL = Case("qwen3-local", LOCAL.overrides, model="qwen3")
 QWEN3_ACROSS = Case("qwen3-across", (*FLOAT32, *ACROSS), ranks=2, model="qwen3")
 BF16 = Case("bf16")
 ACROSS_RANKS = Case("float32-across", (*FLOAT32, *ACROSS), ranks=2)
+ACROSS_FUSED = Case("float32-across-fused", ACROSS_RANKS.overrides, ranks=2, fused=True)
 TENSORWISE = Case("tensorwise-across", (*ACROSS, "model.first_last_layers_bf16=true"), "h100_4x8_fp8", ranks=2)
 DELAYED = Case("delayed", ("model.fp8_recipe=delayed",), "h100_4x8_fp8")
-CASES = [LOCAL, QWEN3_LOCAL, QWEN3_ACROSS, BF16, ACROSS_RANKS, TENSORWISE, DELAYED]
+CASES = [LOCAL, LOCAL_FUSED, QWEN3_LOCAL, QWEN3_ACROSS, BF16, ACROSS_RANKS, ACROSS_FUSED, TENSORWISE, DELAYED]
 RESUMED = [TENSORWISE, DELAYED]
 
 
@@ -83,7 +86,11 @@ def built(case: Case, out: Path) -> Any:
 
     torch.set_num_threads(1)
     folder = HFFolder(out / case.model)
-    return build_actor(config_of(case, folder), folder.path).actor
+    actor = build_actor(config_of(case, folder), folder.path).actor
+    for layer in actor.module.decoder.modules() if case.fused else ():
+        for name in {"gradient_accumulation_fusion", "fuse_wgrad_accumulation"} & vars(layer).keys():
+            setattr(layer, name, True)
+    return actor
 
 
 def weights_of(actor: Any) -> dict[str, torch.Tensor]:
@@ -118,6 +125,8 @@ def measure(case: Case, out: Path) -> None:
     checkpoint_files.PolicyStore(actor).save(out / "checkpoints" / f"{case.name}-0", {"step": 0})
     found["steps"] = [step() for _ in range(2)]
     found["shapes"] = sorted(actor._shapes)
+    parameters = actor.module.named_parameters()
+    found["fused"] = [name for name, p in parameters if getattr(p, "grad_added_to_main_grad", False)]
     checkpoint_files.PolicyStore(actor).save(out / "checkpoints" / f"{case.name}-2", {"step": 2})
     found["weights"] = weights_of(actor)
     if case in (BF16, TENSORWISE):
@@ -159,7 +168,6 @@ def as_on_a_gpu(actor: Any, case: Case, out: Path) -> dict[str, Any]:
             work()
         found[name] = scale * live.peak
     vars(whole_weights)["PIECE"] = piece
-    checkpoint_files.PolicyStore(actor).load(out / "checkpoints" / f"{case.name}-2")
     return found
 
 
@@ -202,12 +210,8 @@ def main() -> None:
     from nemo_prorl.policy.cpu import shims as cpu
 
     cpu.enable(transformer_engine=True)
-    import megatron.core.tensor_parallel.layers as layers
-
     import nemo_prorl.policy.actor
     import nemo_prorl.policy.checkpoint_files  # noqa: F401  (imported before the forks)
-
-    layers._grad_accum_fusion_available = True  # as with apex; the only layer that would call it is not Megatron's here
 
     def fork(name: str, ranks: int, work: Callable[[], None]) -> None:
         fork_ranks(ranks, work, out / name, 240)

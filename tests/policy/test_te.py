@@ -16,11 +16,13 @@ from nemo_prorl.policy.plain_files import check_metadata, check_objects
 from nemo_prorl.sizing.phases import MOST_BESIDE_ENGINES
 from tests.policy.ranks import fixed_batch
 from tests.policy.te_ranks import (
+    ACROSS_FUSED,
     ACROSS_RANKS,
     BF16,
     CASES,
     DELAYED,
     LOCAL,
+    LOCAL_FUSED,
     QWEN3_ACROSS,
     QWEN3_LOCAL,
     RESUMED,
@@ -40,7 +42,7 @@ def names(cases: list[Case]) -> Any:
     return pytest.mark.parametrize("case", cases, ids=[case.name for case in cases])
 
 
-@names([case for case in CASES if case not in (LOCAL, QWEN3_LOCAL)])
+@names([case for case in CASES if case not in (LOCAL, LOCAL_FUSED, QWEN3_LOCAL)])
 def test_layers_are_transformer_engine_s(case: Case, te_ranks: Path) -> None:
     layers = measured(te_ranks, case)["layers"]
     for layer in ("TELayerNormColumnParallelLinear", "TERowParallelLinear", "TEDotProductAttention"):
@@ -57,6 +59,21 @@ def test_in_float32_they_compute_what_megatron_s_own_layers_do(case: Case, local
         assert sums["loss"] == pytest.approx(expected["loss"], abs=1e-5)
     for name, value in wanted["weights"].items():
         torch.testing.assert_close(found["weights"][name], value, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("case", "plain"), [(LOCAL_FUSED, LOCAL), (ACROSS_FUSED, ACROSS_RANKS)], ids=str)
+def test_kernels_that_add_to_the_gradient_s_buffer_change_no_update(case: Case, plain: Case, te_ranks: Path) -> None:
+    """Apex's in Megatron's own layers, and Transformer Engine's.  The loss gives the output weight's gradient."""
+    found, wanted = measured(te_ranks, case), measured(te_ranks, plain)
+    linear = {f"{part}.weight" for part in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")}
+    assert wanted["fused"] == []
+    assert {name.split(".", 4)[-1] for name in found["fused"]} == linear
+    assert len(found["fused"]) == 3 * len(linear)
+    assert measured(te_ranks, BF16)["fused"] == found["fused"]  # as the cluster's files have it
+    for (_, sums, _), (_, expected, _) in zip(found["steps"], wanted["steps"], strict=True):
+        assert sums["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-6)
+    for name, value in wanted["weights"].items():
+        torch.testing.assert_close(found["weights"][name], value, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize(("case", "error"), [(BF16, 0.01), (TENSORWISE, 0.1), (DELAYED, 0.1)], ids=str)

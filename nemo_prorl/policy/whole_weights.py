@@ -66,6 +66,7 @@ class WholeWeights:
             dist.all_gather(pieces, piece, group=group)
             for whole, part in zip(found, pieces, strict=True):
                 whole[start : start + PIECE].copy_(part)
+            del piece, pieces, part  # before the next pieces are made
         return [whole.view(own.shape) for whole in found]
 
     @property

@@ -10,8 +10,8 @@ assumptions.
 
 tests/planning/test_memory.py compares the numbers with real models.  On a CPU: parameters with published models and a
 model file, a checkpoint with the files that the actor writes, activations with the tensors that autograd keeps in the
-actor.  On the meta device, with Megatron's model in three larger shapes: parameters, optimizer, FP8 copies and
-activations.  The numbers have not been measured on GPUs.
+actor.  On the meta device, with the actor in three larger shapes: its bytes in each phase
+(benchmarks/memory_rehearsal.py).  The numbers have not been measured on GPUs.
 """
 
 import json
@@ -124,6 +124,8 @@ class Memory:
     layer_work: int  # tensors of one layer alive in its backward pass
     logits_forward: int
     logits_backward: int
+    logprobs_work: int  # beside what stays, in a pass without gradients
+    update_work: int  # beside what stays and the FP8 copies, in an update
     trainer_peak: int  # largest use by the trainer at a time
     trainer_resident: int  # weights, gradients and optimizer, which stay while engines generate
     gathered: int  # pieces of weights that tensor and pipeline ranks exchange to put whole tensors together
@@ -370,11 +372,14 @@ def memory_of(cfg: DictConfig, vocab: int | None = None) -> Memory:
     in_one = cfg.model.micro_batch_size if _optional(cfg.model, "micro_batch_tokens") is None else 1
     in_flight = min(layout.pp, max(1, rows // layout.dp // in_one))
     work = tokens * size * (2 * shape.hidden + 3 * shape.ffn // layout.tp)
+    # A layer without gradients: gate, up, their product (unfused: and silu(gate)), and four tensors of the hidden size.
+    widths = (3 if _optional(cfg.model, "bias_activation_fusion") else 4) * shape.ffn // layout.tp
+    passing = tokens * size * (4 * shape.hidden // (layout.tp if layout.sequence_parallel else 1) + widths)
     forward, backward = logits_bytes(cfg, shape, layout, tokens)
     updates = max(one * in_flight + work, one + ends + max(backward, work))
     cpu = cfg.trainer.accelerator == "cpu"
     swap = 0 if cpu else weights
-    reference = swap + max(forward, work) + ends
+    logprobs = max(forward + ends, passing)
     host = weights if cpu else sum(_page_locked(size * count) for count in rank_tensors(shape, layout))
     copied = not cpu or grpo.async_checkpoints
     checkpoint = parameters(shape, padded=True) * (2 * size + 3 * FLOAT32)
@@ -389,9 +394,11 @@ def memory_of(cfg: DictConfig, vocab: int | None = None) -> Memory:
         layer_work=work,
         logits_forward=forward,
         logits_backward=backward,
-        trainer_peak=resident + fp8_weights + max(updates, reference),
+        logprobs_work=logprobs,
+        update_work=updates,
+        trainer_peak=resident + fp8_weights + max(updates, swap + logprobs),
         trainer_resident=resident,
-        gathered=0 if cpu or layout.tp * layout.pp == 1 else (layout.tp + 2) * PIECE * size,
+        gathered=0 if cpu or layout.tp * layout.pp == 1 else (layout.tp + 1) * PIECE * size,
         **_engine(cfg, shape),
         reserve=CPU_RESERVE if cpu else RESERVE,
         reference_host=host * cfg.trainer.devices,

@@ -1,6 +1,7 @@
 """Small Hugging Face models for the policy's tests, written by hand, so that nothing of ours is trusted."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -50,39 +51,62 @@ LLAMA_TIED = QWEN2 | {  # Llama 3's rotary scaling changes some frequencies, ble
 MODELS = {"qwen2": QWEN2, "qwen3": QWEN3, "llama_tied": LLAMA_TIED}
 
 
-def write_model(folder: Path, config: dict[str, Any], dtype: torch.dtype = torch.float32) -> Path:
-    """A model folder with random weights of seed 0 and a character tokenizer."""
-    folder.mkdir(parents=True)
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator) * 0.1
-
+def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor in the model's file."""
     hidden, ffn, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     head = config.get("head_dim") or hidden // config["num_attention_heads"]
     queries, kv = head * config["num_attention_heads"], head * config["num_key_value_heads"]
-    tensors = {"model.embed_tokens.weight": normal(vocab, hidden), "model.norm.weight": 1 + normal(hidden)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
     if not config["tie_word_embeddings"]:
-        tensors["lm_head.weight"] = normal(vocab, hidden)
+        shapes["lm_head.weight"] = (vocab, hidden)
     for layer in range(config["num_hidden_layers"]):
         at = f"model.layers.{layer}."
         for x, rows in (("q", queries), ("k", kv), ("v", kv)):
-            tensors[f"{at}self_attn.{x}_proj.weight"] = normal(rows, hidden)
+            shapes[f"{at}self_attn.{x}_proj.weight"] = (rows, hidden)
             if config["model_type"] == "qwen2":
-                tensors[f"{at}self_attn.{x}_proj.bias"] = normal(rows)
+                shapes[f"{at}self_attn.{x}_proj.bias"] = (rows,)
             if config["model_type"] == "qwen3" and x != "v":
-                tensors[f"{at}self_attn.{x}_norm.weight"] = 1 + normal(head)
-        tensors[f"{at}self_attn.o_proj.weight"] = normal(hidden, queries)
-        tensors[f"{at}mlp.gate_proj.weight"] = normal(ffn, hidden)
-        tensors[f"{at}mlp.up_proj.weight"] = normal(ffn, hidden)
-        tensors[f"{at}mlp.down_proj.weight"] = normal(hidden, ffn)
-        tensors[f"{at}input_layernorm.weight"] = 1 + normal(hidden)
-        tensors[f"{at}post_attention_layernorm.weight"] = 1 + normal(hidden)
+                shapes[f"{at}self_attn.{x}_norm.weight"] = (head,)
+        shapes[f"{at}self_attn.o_proj.weight"] = (hidden, queries)
+        shapes[f"{at}mlp.gate_proj.weight"] = (ffn, hidden)
+        shapes[f"{at}mlp.up_proj.weight"] = (ffn, hidden)
+        shapes[f"{at}mlp.down_proj.weight"] = (hidden, ffn)
+        shapes[f"{at}input_layernorm.weight"] = (hidden,)
+        shapes[f"{at}post_attention_layernorm.weight"] = (hidden,)
+    return shapes
+
+
+def write_model(folder: Path, config: dict[str, Any], dtype: torch.dtype = torch.float32) -> Path:
+    """A model folder with random weights of seed 0 and a character tokenizer."""
+    folder.mkdir(parents=True)
+    generator, tensors = torch.Generator().manual_seed(0), {}
+    for name, shape in shapes_of(config).items():
+        normal = torch.randn(*shape, generator=generator) * 0.1
+        tensors[name] = 1 + normal if "norm" in name else normal
     save_file({k: v.to(dtype) for k, v in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    _write_rest(folder, config, dtype)
+    return folder
+
+
+def write_hollow_model(folder: Path, config: dict[str, Any]) -> Path:
+    """A model folder in bf16 of any size: its weights are a hole in the file, and read as zeros."""
+    folder.mkdir(parents=True)
+    header, end = {}, 0
+    for name, shape in shapes_of(config).items():
+        begin, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    _write_rest(folder, config, torch.bfloat16)
+    return folder
+
+
+def _write_rest(folder: Path, config: dict[str, Any], dtype: torch.dtype) -> None:
     name = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config | {"torch_dtype": name}))
     _write_tokenizer(folder)
-    return folder
 
 
 def _write_tokenizer(folder: Path) -> None:

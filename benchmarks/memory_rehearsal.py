@@ -14,6 +14,10 @@ from machine import describe
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+NOTE = """10^9 bytes on the GPU of the first of 32 ranks, the most at a time in each phase.
+Not real: the other ranks; what Transformer Engine's kernels take beside the tensors that they keep; the content of
+checkpoints; compiled code."""
+
 
 def main() -> None:
     from tests.planning.memory_cases import CASES, planned, rehearse
@@ -22,7 +26,7 @@ def main() -> None:
     parser.add_argument("--cases", default=",".join(CASES), help="comma-separated; default: %(default)s")
     names = parser.parse_args().cases.split(",")
     print(describe())  # noqa: T201
-    print("10^9 bytes on the GPU of the first of 32 ranks, the most at a time in each phase")  # noqa: T201
+    print(NOTE)  # noqa: T201
     with tempfile.TemporaryDirectory() as out:
         found = rehearse(names, Path(out))
         for name in names:

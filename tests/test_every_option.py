@@ -192,9 +192,9 @@ RUNS: list[tuple[str, str, tuple[str, ...]]] = [
 ]
 CONVERTED = {
     "trl.yaml": "num_generations: 4\nper_device_train_batch_size: 8\n",
-    "rl.json": json.dumps({"grpo": {"num_generations_per_prompt": 4, "num_prompts_per_step": 8}}),
-    "run.sh": "python3 -m openrlhf.cli.train_ppo_ray --n_samples_per_prompt 4 --rollout_batch_size 8\n",
-    "verl.sh": "python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=4 data.train_batch_size=8\n",
+    "rl.json": json.dumps({"grpo": {"num_generations_per_prompt": 4}, "policy": {"train_global_batch_size": 128}}),
+    "run.sh": "python3 -m openrlhf.cli.train_ppo_ray --n_samples_per_prompt 4\n",
+    "verl.sh": "python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=4\n",
     "trl.py": "from trl import GRPOConfig\nargs = GRPOConfig(num_generations=4)\n",
 }
 SUM = {

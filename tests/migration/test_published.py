@@ -77,6 +77,13 @@ def test_a_file_of_nemo_rl_takes_the_defaults_of_its_base_or_of_the_table(tmp_pa
     assert set(with_base) - set(overrides(output)) <= {"trainer.num_nodes=1"}  # cluster.num_nodes of the base
 
     path.write_text(path.read_text().replace(BASE, "mine.yaml"))
+    (tmp_path / "mine.yaml").write_text("grpo: {num_generations_per_prompt: 4, num_prompts_per_step: 2}\n")
+    found = overrides(run("nemo_rl", path)[1])
+    assert {"trainer.grpo.samples_per_prompt=8", "trainer.grpo.prompts_per_step=128"} <= set(found)
+    path.write_text("defaults: mine.yaml\ngrpo: {num_prompts_per_step: 128}\n")
+    found = overrides(run("nemo_rl", path)[1])
+    assert {"trainer.grpo.samples_per_prompt=4", "trainer.grpo.prompts_per_step=128"} <= set(found)
+    (tmp_path / "mine.yaml").unlink()
     code, output = run("nemo_rl", path)
     assert code == 2
     assert "defaults=mine.yaml: this file is missing" in output

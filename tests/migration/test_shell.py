@@ -16,6 +16,7 @@ twice=$((size + 2*(size)/2))
 BASE=${BASE:-"${HOME}/verl"}
 MODEL_PATH=${MODEL_PATH:-"${BASE}/models/my model's"}
 NAME='$not_replaced'
+cores=$(nproc --all)
 if [ -z "$WORLD" ]; then
     nodes=4
 fi
@@ -61,6 +62,7 @@ def test_what_follows_from_a_shell_script_is_evaluated(
         ("$((size / 0))", "$((size / 0))"),
         ("${size%8}", "${size%8}"),
         ("$nodes", "$nodes"),  # only one branch sets it
+        ("$cores", "$(nproc --all)"),
         ("$1", "$1"),
         ("'${data.max_response_length}'", "${data.max_response_length}"),  # a reference of Hydra
     ],

@@ -118,6 +118,11 @@ def _openrlhf_correction(s: Settings) -> str:
     return "tis, raised to 0.5" if kind == "tis" else kind
 
 
+def _nemo_betas(s: Settings) -> Any:
+    megatron = [s[f"policy.megatron_cfg.optimizer.adam_beta{index}"] for index in (1, 2)]
+    return megatron if s["policy.megatron_cfg.enabled"] else s["policy.optimizer.kwargs.betas"]
+
+
 def _openrlhf_bound(s: Settings, index: int) -> Any:
     is_used = s["algo.advantage.is_correction_enable"]
     return s["algo.advantage.is_correction_threshold"][index] if is_used else UNUSED
@@ -174,7 +179,7 @@ NUMBERS = [
             "trl": (SAME, lambda s: [s["adam_beta1"], s["adam_beta2"]]),
             "verl": f"{ACTOR}.optim.betas",
             "openrlhf": "actor.adam.betas",
-            "nemo_rl": (SAME, lambda s: s["policy.optimizer.kwargs.betas"]),  # Megatron's are the same numbers
+            "nemo_rl": (SAME, _nemo_betas),
         },
     ),
     Number(

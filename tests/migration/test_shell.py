@@ -28,6 +28,7 @@ DATA+=(data.max_response_length=$twice)
 python prepare.py --local_dir /data
 python3 -m verl.trainer.main_ppo --config-name=ppo_trainer "${DATA[@]}" \
     +trainer.default_local_dir="runs/${NAME}-$size" actor_rollout_ref.rollout.n=${N:-8} \
+    +actor_rollout_ref.rollout.engine_kwargs.vllm.max-model-len=$((size * 3)) \
     actor_rollout_ref.actor.ppo_mini_batch_size=16 algorithm.adv_estimator=grpo \
     actor_rollout_ref.model.path="$MODEL_PATH" $@ 2>&1 | tee log.txt
 """
@@ -46,6 +47,7 @@ def test_what_follows_from_a_shell_script_is_evaluated(
         "run_dir='runs/$not_replaced-2048'",
         "pretrained_checkpoint.restore_from_path='/home/me/verl/models/my model\\'s'",
     } <= set(overrides), overrides
+    assert "  actor_rollout_ref.rollout.engine_kwargs.vllm.max-model-len=6144" in comments
     assert not any("tee" in line or "2>" in line for line in [*overrides, *comments])
     model = f"pretrained_checkpoint.restore_from_path={paper_model.write(tmp_path / 'model')}"
     assert settings.load([*overrides, model]).run_dir == "runs/$not_replaced-2048"

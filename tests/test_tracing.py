@@ -117,7 +117,9 @@ def test_a_step_s_trace_has_the_spans_of_services_and_of_all_ranks(tmp_path: Pat
         with second.step(2), RECORDER.span("updates", "phase"):
             time.sleep(0.01)
         mine = json.loads((left / "trainer-1.json").read_text())
-        (left / "trainer-1.json").write_text(json.dumps({**mine, "pid": 1}))
+        (left / "trainer-1.json").unlink()
+        late = threading.Timer(0.5, (left / "trainer-1.json").write_text, [json.dumps({**mine, "pid": 1})])
+        late.start()  # rank 0 waits for it
         RECORDER.start("trainer-0")  # both ranks are in this process, which has one recorder
         with RECORDER.span("rollout", "phase"):
             raise KeyError

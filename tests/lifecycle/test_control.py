@@ -248,6 +248,14 @@ def test_what_an_earlier_process_left(tmp_path: Path) -> None:
     assert statuses(tmp_path)[3:] == [("between", "dropped", 1), ("new", "done", 2)]
 
 
+def test_a_run_that_never_began_has_not_ended_cleanly(tmp_path: Path) -> None:
+    """It was killed before its first event: what was asked for then is served."""
+    age(place(tmp_path, "validate", "early"))
+    run = Run(tmp_path)
+    run.train(steps=1)
+    assert statuses(tmp_path) == [("early", "done", 1)]
+
+
 def kill() -> None:
     raise Killed
 

@@ -1,6 +1,7 @@
 """Where a stage begins: the run beside it, one that is named, or a single checkpoint."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -169,7 +170,17 @@ def test_what_is_still_being_written_is_no_beginning(make: Make, tmp_path: Path)
         origin(config(tmp_path / "run2", f"chain.start_from={folder}"), tmp_path / "run2")
 
 
-def test_the_model_of_the_stage_before_outlives_it(tmp_path: Path) -> None:
+def refused(*_: Any) -> None:
+    raise OSError("no hard links here")
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_the_model_of_the_stage_before_outlives_it(
+    links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a file system has no hard links, too."""
+    if not links:
+        monkeypatch.setattr(os, "link", refused)
     source = tmp_path / "run1" / "init"
     source.mkdir(parents=True)
     (source / "config.json").write_text("{}")

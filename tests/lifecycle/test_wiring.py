@@ -14,6 +14,7 @@ import torch
 from nemo_prorl.config import ResetRulesConfig, ResetsConfig
 from nemo_prorl.errors import RewardFailure, RolloutAbandoned, StoppedCleanly
 from nemo_prorl.lifecycle.checkpoints import LeaderState
+from nemo_prorl.lifecycle.records import code_sha256
 from nemo_prorl.lifecycle.stages import Origin
 from nemo_prorl.rank import begin_stage
 from nemo_prorl.trainer import Trainer
@@ -223,6 +224,15 @@ def test_tensors_that_engines_cannot_compare_alarm_once(tmp_path: Path, monkeypa
         f"1: engine-0 cannot compare 10 tensors {unseen}: {', '.join(several[:8])} and 2 more",
         f"1: engine-3 cannot compare 8 tensors {unseen}: {', '.join(several[:8])}",
     ]
+
+
+def test_the_hash_of_the_code_is_taken_when_the_run_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that change later do not count for the code that runs."""
+    code_sha256.cache_clear()
+    run = SmallRun(config(tmp_path))
+    run.start(monkeypatch)
+    run.close()
+    assert code_sha256.cache_info().currsize == 1
 
 
 def test_other_code_and_other_rewards_alarm_at_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

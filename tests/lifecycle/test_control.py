@@ -443,6 +443,11 @@ def test_a_run_that_ends_meanwhile_is_told(tmp_path: Path, caplog: pytest.LogCap
     assert f"the run in {tmp_path} ended without an answer to reset" in caplog.text
 
 
+def test_a_wait_below_0_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert cli.main(["control", str(tmp_path), "stop", "--wait", "-1"]) == 2
+    assert "--wait -1: expected a number of seconds, 0 or more" in caplog.text
+
+
 def test_no_live_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert control.is_locked(tmp_path / "nothing") is False
     assert cli.main(["control", str(tmp_path / "nothing"), "stop"]) == 2

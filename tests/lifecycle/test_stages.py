@@ -185,6 +185,9 @@ def test_the_model_of_the_stage_before_outlives_it(
     source.mkdir(parents=True)
     (source / "config.json").write_text("{}")
     (source / "folder").mkdir()
+    killed = tmp_path / "run2" / "init.tmp"
+    killed.mkdir(parents=True)
+    (killed / "half.json").write_text("{")
     take_over_model(source, tmp_path / "run2" / "init")
     (source / "config.json").unlink()
     assert (tmp_path / "run2" / "init" / "config.json").read_text() == "{}"

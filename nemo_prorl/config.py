@@ -196,7 +196,7 @@ class ResetsConfig:
     """Hard resets of reference policy and optimizer (paper sec. 3.3.1)."""
 
     mode: str = key(
-        "manual",
+        "advise",
         "effect of the rules: none (manual), alarms (advise), alarms and resets (auto)",
         choices=("manual", "advise", "auto"),
     )

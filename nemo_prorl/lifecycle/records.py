@@ -121,6 +121,11 @@ class Records:
             first = sorted([*groups, *dropped], key=lambda group: group.draw_index)[: None if most < 0 else most]
             write_rollouts(self.dir, step, first, {group.draw_index for group in groups}, judged_text)
 
+    def stored_responses(self, step: int) -> list[dict[str, Any]]:
+        """Return the lines of rollouts/step-N.jsonl; an empty list if the step has none, and on ranks other than 0."""
+        file = self.dir / "rollouts" / f"step-{step}.jsonl"
+        return _objects(file.read_bytes()) if self._writes and file.is_file() else []
+
     def disagreements(self, step: int, found: Sequence[dict[str, Any]]) -> None:
         """Write the responses of a step on which a second verifier disagrees; a repeated step replaces its file."""
         if not self._writes:

@@ -259,7 +259,7 @@ class SmallEngines(Simulated):
 
 
 class Verifier:
-    """Scores responses by `score_of`.
+    """Scores responses by `judge`, which is `score_of`.
 
     `broken`: prompts (by id, or all) on which the infrastructure fails.  `hopeless`: every score is 0.  `delay`:
     seconds until a verdict.
@@ -267,6 +267,7 @@ class Verifier:
 
     def __init__(self) -> None:
         self.delay = 0.0
+        self.judge: Callable[[Mapping[str, Any]], RewardResult] = lambda request: RewardResult(score_of(request))
         self.broken: Callable[[Mapping[str, Any]], bool] = lambda request: False
         self.hopeless = self.canaries_lie = False
         self.known: dict[str, bool] = {}  # by id of a canary: whether it is right
@@ -282,7 +283,7 @@ class Verifier:
             return verdict_of(request["id"], RewardResult(float(self.known[request["id"]] != self.canaries_lie)))
         if self.broken(request):
             return failed_verdict(request["id"], "infrastructure", "the scorer broke")
-        return verdict_of(request["id"], RewardResult(0.0 if self.hopeless else score_of(request)))
+        return verdict_of(request["id"], RewardResult(0.0) if self.hopeless else self.judge(request))
 
 
 def score_of(request: Mapping[str, Any]) -> float:

@@ -175,7 +175,7 @@ NAMES = {"entropy": "entropy", "kl": "kl", "length": "rollout/response_tokens", 
 
 
 def test_the_default_rules_are_quiet_over_the_recorded_runs_of_the_ablations(root: Path) -> None:
-    """45 runs of 50 steps, all of which learned.  The one finding is right: 3 % of the responses were cut off before."""
+    """45 runs of 50 steps, all of which learned.  The one finding is right: responses were cut off."""
     rules, found, arms = Config().trainer.resets.rules, {}, set()
     for line in (root / "benchmarks" / "results" / "ablations.jsonl").read_text().splitlines():
         run = json.loads(line)

@@ -218,6 +218,7 @@ def begin(trainer: Trainer, run_dir: Path) -> None:
     newest = checkpoints.newest()
     if newest is not None:
         checkpoints.resume(newest)
+        checkpoints.tell_damaged(progress.step)
         _log.info("continuing after step %d, from checkpoint %s", progress.step, newest)
         trainer.resets.settle(progress.step)
         if progress.step < cfg.trainer.grpo.max_steps or progress.unfinished is not None:

@@ -4,6 +4,7 @@ import ast
 import json
 import logging
 import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 import torch
 
 from nemo_prorl.config import ResetRulesConfig, ResetsConfig
-from nemo_prorl.errors import RewardFailure, RolloutAbandoned, StoppedCleanly
+from nemo_prorl.errors import DamagedCheckpoint, RewardFailure, RolloutAbandoned, StoppedCleanly
+from nemo_prorl.lifecycle import retention
 from nemo_prorl.lifecycle.checkpoints import LeaderState
 from nemo_prorl.lifecycle.stages import Origin
 from nemo_prorl.rank import begin_stage
@@ -226,6 +228,41 @@ def test_tensors_that_engines_cannot_compare_alarm_once(tmp_path: Path, monkeypa
     ]
 
 
+def test_a_damaged_checkpoint_ends_the_start_with_the_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    go(SmallRun(config(tmp_path, max_steps=4)), monkeypatch)
+    newest = tmp_path / "checkpoints" / "step-000004"
+    (newest / "state.json").write_text("")
+    with pytest.raises(DamagedCheckpoint) as refused:
+        go(SmallRun(config(tmp_path, max_steps=6)), monkeypatch)
+    assert str(refused.value).startswith(f"{newest}/state.json cannot be read: Expecting value at character 1. Fix: mv")
+    subprocess.run(str(refused.value).partition("Fix: ")[2].partition(";")[0], shell=True, check=True)
+    run = SmallRun(config(tmp_path, max_steps=6))
+    assert go(run, monkeypatch).progress.step == 6
+    assert run.alarms() == [f"2: {newest}.damaged was damaged; the run goes on from the checkpoint of step 2"]
+
+
+def test_a_job_sets_a_damaged_checkpoint_aside_and_goes_on_from_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights at the end are those of a run without the damage.  The only checkpoint stays where it is."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    whole = SmallRun(config(tmp_path / "whole", max_steps=6))
+    go(whole, monkeypatch)
+    for steps, kept in ((4, [2]), (2, [2])):
+        go(SmallRun(config(folder := tmp_path / f"of-{steps}", max_steps=steps)), monkeypatch)
+        newest = folder / "checkpoints" / f"step-{steps:06d}"
+        (newest / "state.json").write_text("{}x")
+        with pytest.raises(DamagedCheckpoint):
+            go(SmallRun(config(folder, max_steps=6)), monkeypatch)
+        assert [retention.step_of(path) for path in retention.complete(folder / "checkpoints")] == kept
+        assert newest.exists() == (steps == 2)
+    run = SmallRun(config(tmp_path / "of-4", max_steps=6))
+    go(run, monkeypatch)
+    assert run.policy.weights_sha256() == whole.policy.weights_sha256()
+    assert len(run.alarms()) == 1
+
+
 def test_other_code_and_other_rewards_alarm_at_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     function = tmp_path / "mine.py"
     function.write_text("def score(prompt, response, truth):\n    return 1.0\n")
@@ -308,6 +345,7 @@ RAISED = {
     " was written by version": "test_wiring.py::test_a_stage_of_another_version_alarms",
     "the code is not that": "test_wiring.py::test_other_code_and_other_rewards_alarm_at_a_resume",
     " was changed after the": "test_wiring.py::test_other_code_and_other_rewards_alarm_at_a_resume",
+    " was damaged; the run": "test_wiring.py::test_a_damaged_checkpoint_ends_the_start_with_the_cure",
     "memory will be full": "test_wiring.py::test_the_rules_findings_are_alarms_and_memory_that_runs_out_is_one",
     "": "test_wiring.py::test_the_rules_findings_are_alarms_and_memory_that_runs_out_is_one",  # str(finding)
     "no roll-back: the checkpoint": "test_hard_resets.py::test_no_roll_back_where_the_last_weights_are_the_best",

@@ -304,6 +304,7 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="try those again that survived and have no reason")
     parser.add_argument("--results", type=Path, default=ROOT / "runs" / "mutants.jsonl")
     args = parser.parse_args()
+    args.results = args.results.absolute()  # the session of the tests changes the working directory
     args.results.parent.mkdir(parents=True, exist_ok=True)
     every = {(m.key, m.begin[0]) for _, m in sample(ROOT, list(FOLDERS), None, random.Random(0))}
     rows = [row for row in read(args.results) if (row["key"], row["line"]) in every]  # the code may have changed

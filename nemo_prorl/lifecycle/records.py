@@ -83,7 +83,7 @@ class Records:
             self.event("alarm", step, what=what)
 
     def log(self, metrics: Metrics) -> None:
-        """Write the step's line of metrics.jsonl, with `time/step`, the sum of its phases, its speed, and `system/*`."""
+        """Write the step's line of metrics.jsonl: `time/step`, the sum of its phases, its speed, and `system/*`."""
         seconds = sum(v for k, v in metrics.as_json().items() if k.startswith("time/") and k.count("/") == 1)
         metrics.put("time/step", seconds)
         if "time/updates/tokens" in metrics:

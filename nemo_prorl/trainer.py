@@ -50,6 +50,7 @@ if TYPE_CHECKING:  # parts that `rank.py` builds and passes in
     from nemo_prorl.lifecycle.validation import Validation
     from nemo_prorl.lifecycle.watchdog import Watchdog
     from nemo_prorl.rollout.rollouts import Rollouts
+    from nemo_prorl.sizing.flops import UpdateSpeed
 
 
 class ProgressState(TypedDict):
@@ -104,6 +105,7 @@ class Trainer:
     records: "Records"
     stopping: "Stopping"
     entropy: AdaptiveEntropy
+    speed: "UpdateSpeed"
     traces: "StepTraces"
     watchdog: "Watchdog"
     leader: "Leader"
@@ -249,6 +251,9 @@ class Trainer:
             config = self.before_updates(metrics)
             for minibatch_rows in torch.arange(len(batch)).split([len(rows) for rows in update_rows]):
                 update(policy, batch.rows(minibatch_rows), config, metrics)
+        length_B = batch.length_B.double()
+        tokens, squares = (policy.data_ranks.sum(float(value_B.sum())) for value_B in (length_B, length_B**2))
+        metrics.add("time/updates", self.speed.metrics(tokens, squares, metrics["time/updates"]))
         return metrics
 
     def before_updates(self, metrics: Metrics) -> GRPOConfig:

@@ -33,7 +33,7 @@ from nemo_prorl.launcher.stacks import StackWriter
 from nemo_prorl.launcher.usage import UsageSampler
 from nemo_prorl.lifecycle.retention import complete
 from nemo_prorl.lifecycle.stopping import FORWARDED_AS, JOB_START
-from nemo_prorl.rewards.functions import name_of
+from nemo_prorl.rewards.functions import name_of, settings_of
 from nemo_prorl.sizing.cores import Cores, engine_threads
 from nemo_prorl.sizing.devices import node_devices
 from nemo_prorl.usage import RESTART_SUFFIX
@@ -309,7 +309,7 @@ class Node:
         tasks = [name_of(task, functions[task]) if task in functions else task for task in self.tasks]
         command += ["--tasks", ",".join(tasks), "--token-file", str(self.endpoints / "token")]
         command += ["--endpoint-file", str(self.endpoints / f"{name}.json"), "--parent-pid", str(os.getpid())]
-        command += ["--settings", json.dumps(plain(cfg.rewards.plugins))]
+        command += ["--settings", json.dumps(settings_of(plain(cfg.rewards)))]
         command += ["--host", self._bind, "--public-host", self._public]
         command += ["--unsafe-no-sandbox"] if cfg.rewards.unsafe_no_sandbox else []
         return self._child(name, command, {"OMP_NUM_THREADS": "1"}, cfg.rollout.max_restarts, True)

@@ -135,12 +135,13 @@ def test_an_engine_is_told_the_settings_of_the_run(tmp_path: Path) -> None:
 
 def test_the_reward_server_is_told_tasks_functions_and_settings(tmp_path: Path) -> None:
     overrides = ["+rewards.functions.mine=/f.py:score", "rewards.workers=3", "rewards.unsafe_no_sandbox=true"]
+    overrides.append("rewards.functions_time_s=33")
     server = node_of_two(tmp_path, *overrides, "+rewards.plugins.math.time_budget_s=9.5")._rewards()
     parser = argparse.ArgumentParser()
     add_server_arguments(parser)
     args = parser.parse_args(list(server.command)[3:])
     assert (args.tasks, args.workers, args.unsafe_no_sandbox) == ("math,mine=/f.py:score", 3, True)
-    assert args.settings == {"math": {"time_budget_s": 9.5}}
+    assert args.settings == {"math": {"time_budget_s": 9.5}, "mine=/f.py:score": {"time_budget_s": 33.0}}
     assert args.endpoint_file == server.endpoint == tmp_path / "endpoints" / "rewards-1.json"
 
 

@@ -156,6 +156,25 @@ def test_merged_and_shared_tensors_are_compared(ranks: int, packed: bool) -> Non
         assert name in wrong.split("+")
 
 
+@pytest.mark.parametrize("damaged", [0, 1, 2, 3])
+def test_a_part_or_copy_of_any_rank_is_compared(damaged: int) -> None:
+    """A norm is whole on each rank; of a key-value head with two copies, the first counts."""
+    publish = weights_of(1)
+    shapes = {name: tensor.shape for name, tensor in publish.items()}
+    expected = {name: published(name, tensor, VERSION, torch.float32) for name, tensor in publish.items()}
+    other = holding({name: tensor + 1.0 for name, tensor in publish.items()}, 4, False, torch.float32, shapes)
+    ranks = holding(publish, 4, False, torch.float32, shapes)
+    ranks[damaged] = other[damaged]
+    qkv = [f"q_proj.{kind}+k_proj.{kind}+v_proj.{kind}" for kind in ("weight", "bias")]
+    assert compare(expected, ranks)[0] == [
+        *qkv,
+        "o_proj.weight",
+        "gate_proj.weight+up_proj.weight",
+        "norm.weight",
+        "embed.weight",
+    ]
+
+
 @pytest.mark.parametrize("equal", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("packed", [False, True])

@@ -203,9 +203,8 @@ class PromptLengths:
 
     def _key(self, records: Sequence[Record]) -> str:
         digest = hashlib.sha256(json.dumps([self._model, self._data.prompt, self._data.system]).encode())
-        for start in range(0, len(records), 10_000):
-            prompts = [record["prompt"] for record in records[start : start + 10_000]]
-            digest.update(json.dumps(prompts, sort_keys=True).encode())
+        for record in records:
+            digest.update(json.dumps(record["prompt"], sort_keys=True).encode())
         return digest.hexdigest()
 
     @cached_property

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from nemo_prorl.deadlines import Deadline
@@ -283,6 +283,17 @@ def test_an_engine_names_what_it_could_not_compare_and_refuses_what_differs(tmp_
     changed = {**publish, "norm.weight": publish["norm.weight"] + 1.0}
     with pytest.raises(RuntimeError, match=r"holds other values than the published file in 1 tensors: norm.weight"):
         check_held(path, holding(changed, 1, False, torch.float32, shapes))
+
+
+def test_a_file_of_another_program_has_nothing_to_compare(tmp_path: Path) -> None:
+    from nemo_prorl.rollout.engine.weights import check_held
+
+    publish, path = weights_of(1), tmp_path / "model.safetensors"
+    for metadata in (None, {"format": "pt"}):
+        save_file(publish, path, metadata)
+        held_now = holding(publish, 1, False, torch.float32, {name: tensor.shape for name, tensor in publish.items()})
+        assert check_held(str(path), held_now) == []
+        assert from_metadata(metadata) == (0, {})
 
 
 def test_versions_differ_in_what_they_read() -> None:

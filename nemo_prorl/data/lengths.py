@@ -252,6 +252,6 @@ def _write(folder: Path, name: str, stem: str, content: dict[str, Any]) -> bool:
             old.unlink(missing_ok=True)
     except OSError:
         with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+            temporary.unlink()
         return False
     return True

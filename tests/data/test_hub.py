@@ -74,6 +74,11 @@ def test_a_model_without_an_index_has_one_file_of_weights(tmp_path: Path) -> Non
     assert _has_weights(tmp_path)
 
 
+@pytest.mark.parametrize("text", ["qwen", "models/qwen/base", "/nowhere/models/qwen", "models/.qwen", "a b/c"])
+def test_what_is_no_name_on_the_hub_is_a_folder(text: str) -> None:
+    assert model_folder(text, "MODEL", True) == Path(text)
+
+
 def test_without_the_client_a_name_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(UnfitMachine, match="MODEL=qwen/small needs the package huggingface_hub .*: install it, or if"):

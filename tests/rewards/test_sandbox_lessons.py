@@ -58,6 +58,7 @@ FILE = "import inspect\ndef f(): pass\nprint(inspect.getsource(f) == 'def f(): p
         ("\ufeffprint(1)", "1\n"),
         (FILE, f"True {len(FILE)}\n"),
         ("import multiprocessing as m\nwith m.RLock():\n    print(m.Value('i', 5).value)", "5\n"),
+        ("import multiprocessing as m\nprint(len(m.Array('i', 3)))", "3\n"),
         (
             "import threading as t\nend = t.Event()\nt.Thread(target=lambda: (end.wait(0.05), print('late'))).start()",
             "late\n",

@@ -174,7 +174,7 @@ def test_a_program_that_breaks_the_sandbox_twice_has_failed(monkeypatch: pytest.
 
 # --- the process that keeps the programs -----------------------------------------------------------------------------
 
-LIMITS = ProgramLimits(seconds=2.0, queued_s=5.0, memory_mb=1, output_mb=1, threads=1)
+LIMITS = ProgramLimits(seconds=2.0, queued_s=5.0, memory_mb=1, output_mb=1, threads=1, descriptors=64)
 
 
 @pytest.mark.parametrize(

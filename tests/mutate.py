@@ -53,8 +53,8 @@ REWARDS = [
 SANDBOX = [
     f"tests/rewards/test_{name}.py"
     for name in (
-        *("program_run", "sandbox", "sandbox_child", "sandbox_lessons", "sandbox_names", "sandbox_parts"),
-        *("escapes", "syscalls", "independent"),
+        *("program_run", "sandbox", "sandbox_child", "sandbox_confined", "sandbox_lessons", "sandbox_names"),
+        *("sandbox_parts", "escapes", "syscalls", "independent"),
     )
 ]
 # Folder: its files, and the tests that belong to it.

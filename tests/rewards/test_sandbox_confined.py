@@ -145,14 +145,8 @@ def test_root_becomes_a_user_that_owns_its_folder_if_that_user_can_read_python(r
         return changed, os.getresuid(), os.getresgid(), os.getgroups(), [held[f"Cap{kind}:"] for kind in ("Prm", "Eff")]
 
     group = os.getgid()
-    for view in (
-        [confine.View(folders, (), ())]
-        if reachable
-        else [
-            confine.View((*folders, str(closed)), (), ()),
-            confine.View(folders, (), (), (str(closed),)),
-        ]
-    ):
+    closed_views = confine.View((*folders, str(closed)), (), ()), confine.View(folders, (), (), (str(closed),))
+    for view in (confine.View(folders, (), ()),) if reachable else closed_views:
         user, groups = ([uid] * 3, [uid] * 3) if reachable else ([uid, 0, 0], [group] * 3)
         assert in_child(partial(identity, view)) == [True, user, groups, [], [0, 0]]
         assert (own.stat().st_uid, own.stat().st_gid) == ((uid, uid) if reachable else (0, group))

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import subprocess
 import sys
 import sysconfig
 from contextlib import closing
@@ -113,17 +112,15 @@ def test_calls_of_the_kernel_have_the_arguments_that_it_knows(monkeypatch: pytes
     assert kernel.landlock_abi() == 0
 
 
-def test_a_process_without_its_parent_ends_at_once() -> None:
-    code = (
-        "import ctypes, sys\nfrom nemo_prorl.rewards.sandbox.kernel import die_with_parent\n"
-        "die_with_parent(int(sys.argv[1]))\nsignal = ctypes.c_int()\n"
-        "ctypes.CDLL(None).prctl(2, ctypes.byref(signal))\nprint(signal.value)"  # PR_GET_PDEATHSIG
-    )
-    ends = [
-        subprocess.run([sys.executable, "-c", code, str(pid)], capture_output=True, check=False)
-        for pid in (os.getpid(), 1)
-    ]
-    assert [(end.returncode, end.stdout) for end in ends] == [(0, b"9\n"), (1, b"")]
+def test_a_process_dies_with_its_parent_and_at_once_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    ended: list[int] = []
+    monkeypatch.setattr(kernel, "prctl", lambda *arguments: asked.append(arguments))
+    monkeypatch.setattr(os, "_exit", ended.append)
+    kernel.die_with_parent(os.getppid())
+    assert (asked, ended) == ([(1, 9)], [])  # PR_SET_PDEATHSIG, SIGKILL
+    kernel.die_with_parent(os.getppid() + 1)
+    assert (asked, ended) == ([(1, 9)] * 2, [1])
 
 
 # --- user and files --------------------------------------------------------------------------------------------------
@@ -136,6 +133,7 @@ def test_root_becomes_a_user_that_owns_its_folder_if_that_user_can_read_python(r
     own.mkdir()
     closed.mkdir(0o700)
     folders = ("/usr/lib", "/absent")
+    assert (confine._open_to_all(folders[0]), confine._open_to_all(str(closed))) == (True, False)
 
     def identity(view: confine.View) -> Any:
         os.setgroups([5])

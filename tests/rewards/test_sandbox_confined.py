@@ -105,6 +105,10 @@ def test_calls_of_the_kernel_have_the_arguments_that_it_knows(monkeypatch: pytes
         ("close_range", 436, 10, (1 << 31) - 1, 0),
     ]
 
+    calls.clear()
+    assert kernel.landlock_abi() == 7
+    assert calls == [("landlock", 444, None, 0, 1)]  # asks for the version
+
     def refuse(*_: Any) -> int:
         raise OSError(errno.ENOSYS, "no Landlock")
 

@@ -176,7 +176,7 @@ def test_slow_verdicts_hold_no_other_request_back(plugins: Path, start_server: S
     async def steps(client: RewardClient) -> None:
         requests = echoes(150, sleep_s=20.0)
         judging = [asyncio.create_task(client.score(request, Deadline(60, "verdicts"))) for request in requests]
-        deadline = Deadline(8, "150 requests at the server")
+        deadline = Deadline(15, "150 requests at the server")  # the first verdict takes 20
         while await asyncio.to_thread(queued) < 150 - 2:
             deadline.check()
             await asyncio.sleep(0.05)

@@ -52,7 +52,10 @@ REWARDS = [
 ]
 SANDBOX = [
     f"tests/rewards/test_{name}.py"
-    for name in ("sandbox", "sandbox_lessons", "sandbox_parts", "escapes", "syscalls", "independent")
+    for name in (
+        *("program_run", "sandbox", "sandbox_child", "sandbox_confined", "sandbox_lessons", "sandbox_names"),
+        *("sandbox_parts", "escapes", "syscalls", "independent"),
+    )
 ]
 # Folder: its files, and the tests that belong to it.
 FOLDERS: dict[str, tuple[str, list[str]]] = {

@@ -143,3 +143,6 @@ def test_bad_settings_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run("score", "--settings", "[1]")
     assert "must map plugin names to settings" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run()
+    assert "required: COMMAND" in capsys.readouterr().err

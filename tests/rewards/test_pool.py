@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from nemo_prorl import stacks
 from nemo_prorl.data.prepare.gold import failures
 from nemo_prorl.data.records import PromptRecord
 from nemo_prorl.errors import RewardFailure
@@ -103,6 +104,23 @@ def test_a_worker_is_told_whether_it_may_do_without_a_sandbox(plugins: Path, uns
         assert "PYTHONHASHSEED=7" in Path(f"/proc/{worker.process.pid}/environ").read_text().split("\0")
 
     with_pool(steps, unsafe_no_sandbox=unsafe, hash_seed=7)
+
+
+def test_a_worker_writes_its_stacks_when_it_is_asked(
+    plugins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(stacks.VARIABLE, str(tmp_path / "stacks"))
+
+    async def steps(pool: PluginPool) -> None:
+        (worker,) = pool.workers
+        os.kill(worker.process.pid, stacks.SIGNAL)
+        async with asyncio.timeout(9):
+            while "rewards/worker.py" not in (tmp_path / "stacks").read_text():
+                await asyncio.sleep(0.02)
+        assert (await judged(pool, "fine"))["score"] == 1.0
+        assert pool.stats.workers_lost == 0
+
+    with_pool(steps, budget_s=10)
 
 
 def test_a_worker_has_the_settings_of_its_pool(plugins: Path) -> None:

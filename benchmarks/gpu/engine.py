@@ -136,11 +136,12 @@ def beside_a_trainer(emit: Emit, settings: Settings) -> Iterator[Place]:
 
 
 def plan(model: Path, device_bytes: int) -> "tuple[Memory, int]":
-    """Plan `cluster=h100_4x8` with a model folder; return the memory of a GPU, and the MiB of its KV cache."""
+    """Plan `cluster=h100_4x8` with this model and GPU; return the memory of a GPU, and the MiB of its KV cache."""
     from nemo_prorl.settings import load
     from nemo_prorl.sizing.memory import memory_of
 
     cluster = ["cluster=h100_4x8", f"pretrained_checkpoint.restore_from_path={model}"]
+    cluster += [f"rollout.device_memory_gb={device_bytes / 1e9}"]
     kv_mb = (memory_of(load(cluster)).kv_room(device_bytes) or 0) >> 20
     return memory_of(load([*cluster, f"rollout.kv_cache_mb={kv_mb}"])), kv_mb
 

@@ -113,7 +113,7 @@ class Mutant(NamedTuple):
 def mutants_of(root: Path, file: str) -> list[Mutant]:
     """Return all mutants of a file, in the order of its lines."""
     source = (root / file).read_text()
-    found, tree = [], ast.parse(source)
+    found, tree, lines = [], ast.parse(source), source.encode().splitlines(keepends=True)
     floats = frozenset(
         target.id
         for node in tree.body
@@ -124,9 +124,17 @@ def mutants_of(root: Path, file: str) -> list[Mutant]:
     for node in walk(tree):
         for old, new in changes(node, floats):
             begin, end = (old.lineno, old.col_offset), (old.end_lineno or 0, old.end_col_offset or 0)
-            line = source.splitlines()[old.lineno - 1].strip() if isinstance(old, ast.Constant) else ""
-            found.append(Mutant(file, begin, end, ast.get_source_segment(source, old) or "", new, line))
+            line = lines[old.lineno - 1].decode().strip() if isinstance(old, ast.Constant) else ""
+            found.append(Mutant(file, begin, end, segment(lines, begin, end), new, line))
     return sorted(set(found))
+
+
+def segment(lines: list[bytes], begin: tuple[int, int], end: tuple[int, int]) -> str:
+    """Return the text between two positions; `ast.get_source_segment` would split the whole source each time."""
+    first, last = begin[0] - 1, end[0] - 1
+    if first == last:
+        return lines[first][begin[1] : end[1]].decode()
+    return b"".join([lines[first][begin[1] :], *lines[first + 1 : last], lines[last][: end[1]]]).decode()
 
 
 def walk(node: ast.AST) -> Iterator[ast.AST]:

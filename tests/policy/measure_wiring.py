@@ -25,7 +25,7 @@ from nemo_prorl.policy.plain_files import check_metadata
 
 Update = Callable[..., dict[str, float]]
 LR, OTHER_LR = 1e-3, 3e-4  # of the layouts' configuration, and another
-LOST = "model.decoder.layers.input_layernorm.weight"  # one tensor for all layers, so every stage lacks it
+LOST = "model.decoder.layers.self_attention.linear_qkv.layer_norm_weight"  # one for all layers, so every stage lacks it
 
 
 def of_all_ranks(value: Any) -> list[Any]:
@@ -39,7 +39,11 @@ def wired(actor: Any, batch: Batch, loss: Any, denominator: float, out: Path) ->
     from nemo_prorl.policy import checkpoint_files
 
     update = partial(actor.update, batch, loss, denominator, with_entropy=True)
-    found = {"sums": sums_of_ranks(actor), "updates": updates(actor, update), "refused": refused(actor, batch, loss)}
+    found: dict[str, Any] = {
+        "sums": sums_of_ranks(actor),
+        "updates": updates(actor, update),
+        "refused": refused(actor, batch, loss),
+    }
     at = actor.temperature
     found["temperatures"] = [
         (given, actor.gradients(batch, loss, denominator, used, with_entropy=True)["loss"], update(given)["loss"])
@@ -112,6 +116,7 @@ def refused(actor: Any, batch: Batch, loss: Any) -> dict[str, Any]:
             value = value + (logp_BT - logp_BT.detach()).abs().sqrt().sum()  # 0, of which the slope is infinite
         if last and what == "loss":
             value = value + math.inf
+            sums = {**sums, "loss": value.detach()}
         return value, {**sums, "nonfinite": torch.tensor(float(last and what == "log-probability"))}
 
     found = {}
@@ -187,11 +192,15 @@ def failed(store: Any, good: Path, out: Path) -> dict[str, Any]:
         del metadata.state_dict_metadata[LOST]
         (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
+    def other_states(folder: Path) -> None:
+        for file in folder.glob("rng-*.pt"):
+            torch.save(random.Random(1), file)
+
     changes: dict[str, Callable[[Path], object]] = {
         "nothing": lambda folder: None,
         "weights": partial(hashes, weights_sha256="0" * 64),
         "reference": partial(hashes, reference_sha256="0" * 64),
-        "random states": lambda folder: [torch.save(random.Random(1), file) for file in folder.glob("rng-*.pt")],
+        "random states": other_states,
         "a parameter": lose,
     }
     found: dict[str, Any] = {}

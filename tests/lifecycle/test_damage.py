@@ -54,3 +54,11 @@ def test_a_job_sets_a_damaged_checkpoint_aside_and_goes_on_from_the_one_before(
     go(run, monkeypatch)
     assert run.policy.weights_sha256() == whole.policy.weights_sha256()
     assert len(run.alarms()) == 1
+
+
+def test_a_resume_that_loses_no_step_leaves_no_file_of_lost_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go(SmallRun(config(tmp_path, max_steps=2)), monkeypatch)
+    go(SmallRun(config(tmp_path, max_steps=4)), monkeypatch)
+    assert not (tmp_path / "metrics.lost.jsonl").exists()

@@ -24,7 +24,7 @@ from nemo_prorl.rewards.discovery import discover
 from nemo_prorl.rewards.interface import RewardRequest, Verdict
 from nemo_prorl.rewards.pool import PluginPool, PoolSpec, WorkerGone, _Job, _Worker
 from nemo_prorl.rewards.service import RewardService, plan_pools
-from tests.rewards.conftest import is_alive, sharing_one_cpu
+from tests.rewards.conftest import children_of, is_alive, sharing_one_cpu
 from tests.rewards.conftest import request_of as json_of
 
 pytestmark = pytest.mark.starts
@@ -422,6 +422,20 @@ def test_what_a_slot_has_just_taken_when_the_pool_closes_gets_a_verdict(plugins:
     for turns in range(4):
         verdict = asyncio.run(main(turns))
         assert (verdict["failure"], verdict["detail"]) == ("infrastructure", "the reward server stopped"), turns
+
+
+def test_a_worker_that_takes_too_long_to_start_is_killed(plugins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nemo_prorl.rewards.pool.STARTUP_S", 0.01)
+    before = children_of(os.getpid())
+
+    async def main() -> None:
+        with pytest.raises(RewardFailure, match=r"'odd' was not ready after 0\.01 s"):
+            await PluginPool(PoolSpec("odd", {}, 1, 1.0)).start()
+        async with asyncio.timeout(9):  # while the loop runs, which would end its processes itself
+            while any(map(is_alive, children_of(os.getpid()) - before)):
+                await asyncio.sleep(0.02)
+
+    asyncio.run(main())
 
 
 def test_a_plugin_that_cannot_start_is_an_error_that_names_it(broken_plugins: Path) -> None:

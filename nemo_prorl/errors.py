@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+from shlex import quote
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -93,7 +94,8 @@ class DamagedCheckpoint(CheckpointError):
     def __init__(self, folder: Path, what: str) -> None:
         """`what`: the fault, with the name of the file."""
         super().__init__(
-            f"{what}. Fix: mv {folder} {folder}{DAMAGED}; the same command then continues from the checkpoint before it"
+            f"{what}. Fix: mv {quote(str(folder))} {quote(f'{folder}{DAMAGED}')}; the same command then continues from"
+            " the checkpoint before it"
         )
 
 

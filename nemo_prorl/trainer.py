@@ -86,7 +86,7 @@ class TrainerState:
 
     def load_state_dict(self, state: ProgressState) -> None:
         self.step, self.without_signal, unfinished = state["step"], state["without_signal"], state["unfinished"]
-        self.signal_lost = state["signal_lost"]
+        self.signal_lost = state.get("signal_lost", 0)  # absent in checkpoints of earlier commits
         self.unfinished = Metrics.from_json(unfinished) if unfinished is not None else None
 
 

@@ -8,6 +8,8 @@ import re
 import resource
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -199,6 +201,16 @@ def test_a_late_worker_is_told_by_how_it_spent_its_time(
     gone = asyncio.run(main())
     assert gone.failure == failure
     assert says in str(gone)
+
+
+def test_the_time_of_a_process_is_what_it_computed_with_or_without_its_children() -> None:
+    spin = "import time\nwhile time.process_time() < 0.5: pass"
+    subprocess.run([sys.executable, "-S", "-c", spin], check=True)
+    own, ended = processes.cpu_s(os.getpid()), processes.cpu_s(os.getpid(), descendants=True)
+    times = os.times()
+    assert own == pytest.approx(times.user + times.system, abs=0.2)
+    assert ended == pytest.approx(sum(times[:4]), abs=0.2)
+    assert ended > own + 0.4
 
 
 @pytest.mark.parametrize("how", ["sleep", "select"])

@@ -8,6 +8,8 @@ import re
 import resource
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -201,6 +203,16 @@ def test_a_late_worker_is_told_by_how_it_spent_its_time(
     assert says in str(gone)
 
 
+def test_the_time_of_a_process_is_what_it_computed_with_or_without_its_children() -> None:
+    spin = "import time\nwhile time.process_time() < 0.5: pass"
+    subprocess.run([sys.executable, "-S", "-c", spin], check=True)
+    own, ended = processes.cpu_s(os.getpid()), processes.cpu_s(os.getpid(), descendants=True)
+    times = os.times()
+    assert own == pytest.approx(times.user + times.system, abs=0.2)
+    assert ended == pytest.approx(sum(times[:4]), abs=0.2)
+    assert ended > own + 0.4
+
+
 @pytest.mark.parametrize("how", ["sleep", "select"])
 def test_a_plugin_that_hangs_is_infrastructure_and_the_worker_is_replaced(
     plugins: Path, how: str, caplog: pytest.LogCaptureFixture
@@ -315,8 +327,7 @@ def test_who_has_workers_of_their_own_judges_again_when_one_fails(plugins: Path,
         yield request_of("odd", how, meta={"flag": str(tmp_path / "2")})
 
     async def main() -> list[Verdict]:
-        service = RewardService(plan_pools(registry, ["odd"], 1), registry)
-        await service.start()
+        service = RewardService(plan_pools(registry, ["odd"], 1, on_demand=True), registry)  # started by its request
         try:
             return [verdict async for _, verdict in service.in_order(one(), lambda request: request, 1)]
         finally:
@@ -349,6 +360,37 @@ def test_every_request_is_answered_once_while_workers_are_killed(plugins: Path) 
         assert sum(pool.stats.outcomes.values()) == count
 
     with_pool(steps, "echo", workers=2, budget_s=10)
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_a_worker_is_started_until_it_starts_and_after_three_failures_of_all_no_request_waits(
+    others: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[tuple[float, bool]] = []
+
+    async def main() -> Verdict | None:
+        pool = PluginPool(PoolSpec("odd", {}, 2, 1.0))
+        future, worker = pool.submit(request_of("odd", "fine")), object()
+
+        async def spawn() -> object:
+            if len(pauses) < 6:
+                raise RewardFailure("out of order")
+            return worker
+
+        async def sleep(seconds: float) -> None:
+            pauses.append((seconds, future.done()))
+
+        monkeypatch.setattr(pool, "_spawn", spawn)
+        monkeypatch.setattr(pool, "workers", {worker} if others else set())
+        monkeypatch.setattr(asyncio, "sleep", sleep)
+        assert await pool._respawn() is worker
+        return future.result() if future.done() else None
+
+    verdict = asyncio.run(main())
+    assert [seconds for seconds, _ in pauses] == [1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
+    assert [answered for _, answered in pauses] == ([False] * 6 if others else [False] * 2 + [True] * 4)
+    assert (verdict is None) == others
+    assert verdict is None or (verdict["failure"], verdict["detail"]) == ("infrastructure", "out of order")
 
 
 def test_an_idle_worker_that_is_killed_is_replaced(plugins: Path) -> None:

@@ -150,8 +150,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     write(tmp_path / "requests.jsonl", [{**REQUEST, "response": "\\boxed{4}", "finished": True}])
     write(tmp_path / "responses.jsonl", [{**UNITS, "response": "300", "finished": True}])
-    page = ROOT / "docs" / "howto" / "reward_function.md"
-    (tmp_path / "units.py").write_text(next(text for text in blocks(page, "python") if text.startswith("# units.py")))
+    for page, name in (("reward_function", "units.py"), ("reward_server", "judge.py")):
+        code = blocks(ROOT / "docs" / "howto" / f"{page}.md", "python")
+        (tmp_path / name).write_text(next(text for text in code if text.startswith(f"# {name}")))
     cluster = Slurm(tmp_path / "slurm")
     for name, answer in (("sbatch", "echo $((16 + n))"), ("scancel", ""), ("squeue", "")):
         cluster.add(name, answer)

@@ -3,7 +3,7 @@
 # make check     checks format, lint, spelling, import contracts and types, and runs the quick tests, in a minute
 # make mutate    breaks the code in small ways and lists what no quick test notices; takes hours, or ARGS="--sample 40"
 # make docs      builds the documentation into site/;  make docs-serve: serves it while you write
-# make gpu-evidence   measures kernels, actor and engine on this machine's GPU
+# make gpu-evidence   measures kernels, actor, engine and whole steps on this machine's GPU
 # make gpu-wheels     collects the packages that gpu-evidence needs on a machine with only Python and torch
 # make clean     deletes both environments and caches; runs/ stays
 

@@ -1,6 +1,6 @@
 """Measures the project on real hardware: writes each section's results, or why it was skipped, as JSON and Markdown.
 
-python benchmarks/gpu_evidence.py                          on a GPU, under 20 minutes (`make gpu-evidence`)
+python benchmarks/gpu_evidence.py                          on a GPU, about 40 minutes (`make gpu-evidence`)
 python benchmarks/gpu_evidence.py --device cpu --small     a test of the sections with tiny sizes
 ... --wheels DIR            first installs the wheels in DIR into a temporary folder, without network
 ... --sections kernels,actor
@@ -8,6 +8,9 @@ python benchmarks/gpu_evidence.py --device cpu --small     a test of the section
 A section whose packages are not installed is skipped.  A GPU needs torch, and numpy or its wheel.  The project need not
 be installed.  Each section is a separate process with a time limit, so that a failed or hung section does not affect
 the others.  Writes after each section.
+
+The page ends each run with a verdict on each gate (gpu/gates.py).  Exit status: 1 if a section failed or, on a GPU, a
+gate was missed.
 """
 
 import argparse
@@ -25,6 +28,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from gpu.gates import MISSED, verdicts
 from gpu.page import page
 from machine import describe
 
@@ -34,10 +38,15 @@ LAST_LINES = 12
 CPU_PATIENCE = 4  # factor on a section's time limit on a CPU, whose cores may be busy
 # Section: time limit in seconds, and heading.
 SECTIONS = {  # ordered by the risk to a first run
-    "actor": (200, "The actor in bf16: log-probabilities, updates, hard reset, checkpoint"),
-    "fp8": (240, "FP8: a pass without gradients, then an update"),
+    "actor": (300, "The actor in bf16: log-probabilities, updates, hard reset, checkpoint"),
+    "resume": (300, "A training that goes on from a checkpoint"),
+    "fp8": (300, "FP8: a pass without gradients, then an update"),
     "engine": (260, "vLLM beside a resident trainer: start, sleep, wake, publication"),
+    "wakes": (240, "Twenty sleeps and wakes of an engine"),
     "gap": (240, "How far engine and trainer are apart"),
+    "steps": (900, "Eight whole steps of a run"),
+    "repeat": (560, "The same run twice"),
+    "widths": (300, "The price of a new shape of micro-batches"),
     "kernels": (120, "Log-probabilities and loss"),
     "ceilings": (40, "What this machine can do at most"),
     "publication": (60, "Publication of the weights"),
@@ -159,7 +168,9 @@ def main() -> int:
 
 
 def prove(args: argparse.Namespace, folder: Path, fault: str | None) -> int:
-    """Run the chosen sections; return 0, 1 if a section failed or timed out, or 3 if --device cuda finds no GPU.
+    """Run the chosen sections; return 0, 1, or 3 if --device cuda finds no GPU.
+
+    1: a section failed or timed out or, on a GPU, a gate was missed.
 
     Args:
         fault: error message of the installation of --wheels; None: no error, or no wheels.
@@ -180,6 +191,7 @@ def prove(args: argparse.Namespace, folder: Path, fault: str | None) -> int:
         "commit": args.commit,
         "wheels": None if args.wheels is None else fault or "installed",
         "sections": {},
+        "gates": [],
     }
     name = args.name or (result["machine"]["gpu"] or {"name": "cpu"})["name"].replace(" ", "-")
     args.out.mkdir(parents=True, exist_ok=True)
@@ -190,12 +202,19 @@ def prove(args: argparse.Namespace, folder: Path, fault: str | None) -> int:
         sys.stderr.write(f"{section} ... ")
         sys.stderr.flush()
         result["sections"][section] = {"title": title} | run_section(section, settings, folder, seconds)
+        result["gates"] = verdicts(result["sections"], small)
         write(result, base)
         done = result["sections"][section]
         sys.stderr.write(f"{done['state']}, {done['seconds']} s{'; ' + done['reason'] if 'reason' in done else ''}\n")
     sys.stdout.write(f"{base}.json\n{base}.md\n")
-    bad = [s for s in result["sections"].values() if s["state"] not in ("done", "skipped")]
-    return 1 if bad else 0
+    return status_of(result)
+
+
+def status_of(result: dict[str, Any]) -> int:
+    """Return 1 if a section failed or timed out or, on a GPU, a gate was missed; otherwise 0."""
+    failed = any(section["state"] not in ("done", "skipped") for section in result["sections"].values())
+    missed = any(row["verdict"] == MISSED for row in result["gates"])
+    return int(failed or (missed and result["machine"]["device"] == "cuda"))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@
     ... --workloads short --steps 1 --rounds 1 --learn-s 0        less
     ... --trl processes --learn-s 0 --beside ../before            also another checkout, e.g. of the commit before
     ... --model FOLDER --prorl laptop --learn-s 300               a real language model, such as SmolLM2-135M-Instruct
+    ... --precision bf16                                          bf16 on both sides, where the default is float32
 
 The same random Qwen2 of 0.9 million parameters, the same prompts (two-term chain_sum), the same rewards (our puzzles
 plugin), 48 prompts x 16 responses, 4 updates per step, the same learning rate, clipping, temperature and KL, the same
@@ -38,6 +39,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PRORL = Path(sys.executable).with_name("prorl")
 TRL_PYTHON = ROOT / ".venv" / "trl" / "bin" / "python"
 UPDATES, KL = 4, 1e-4
+PRECISIONS: dict[str, list[str]] = {
+    "32": [],
+    "bf16": ["trainer.precision=bf16", "model.megatron_amp_O2=true"],
+}  # prorl's overrides
 TIMING_LR = 1e-6  # so small that lengths do not change
 
 
@@ -237,8 +242,11 @@ def run_prorl(words: Sequence[str], steps: int | None, limit_s: float = 0.0, pro
     return block
 
 
-def trl_job(model: Path, records: Path, work: Workload, cores: int, steps: int, way: str) -> dict[str, Any]:
+def trl_job(
+    model: Path, records: Path, work: Workload, args: argparse.Namespace, steps: int, way: str
+) -> dict[str, Any]:
     """Return the settings that benchmarks/versus_trl_trainer.py reads."""
+    cores = args.threads
     processes = cores if way == "processes" else 1
     return {
         "model": str(model),
@@ -247,6 +255,7 @@ def trl_job(model: Path, records: Path, work: Workload, cores: int, steps: int, 
         "prompts": work.prompts,
         "samples": work.samples,
         "updates": UPDATES,
+        "precision": args.precision,
         "max_tokens": work.cap,
         "temperature": work.temperature,
         "kl_coef": KL,
@@ -340,13 +349,14 @@ def timed_workload(
     steps = 1 + (args.steps or work.steps)
     for k in range(args.rounds):
         for way in args.trl:
-            job = trl_job(model, records, work, args.threads, steps, way)
+            job = trl_job(model, records, work, args, steps, way)
             sides[f"TRL {way}"].append(run_trl(folder / f"trl-{name}-{way}-{k}", job))
         for way in args.prorl:
             for side, prorl in sides_of(args.beside).items():
                 words = overrides(folder / f"{side}-{name}-{way}-{k}", model, records, work)
                 words += [f"model.optim.lr={TIMING_LR}", "trainer.grpo.dynamic_sampling.enabled=false"]
-                words += [*PRORL_WAYS[way].format(n=args.threads).split(), *args.overrides]
+                words += [*PRORL_WAYS[way].format(n=args.threads).split(), *PRECISIONS[args.precision]]
+                words += args.overrides
                 sides[f"{side} {way}"].append(run_prorl(words, steps, prorl=prorl))
     return table(name, work, sides)
 
@@ -364,11 +374,11 @@ def warmed_up(args: argparse.Namespace, folder: Path, records: Path, work: Workl
 
 def learning(args: argparse.Namespace, folder: Path, model: Path, records: Path, work: Workload) -> list[str]:
     """Train both sides from the same model; return a table of mean reward by seconds of training."""
-    job = trl_job(model, records, work, args.threads, 100000, args.trl[-1])
+    job = trl_job(model, records, work, args, 100000, args.trl[-1])
     trl = run_trl(folder / "trl-learn", {**job, "lr": work.learning_lr, "limit_s": args.learn_s})
     words = overrides(folder / "prorl-learn", model, records, work)
     words += [f"model.optim.lr={work.learning_lr}", *PRORL_WAYS[args.prorl[-1]].format(n=args.threads).split()]
-    ours = run_prorl([*words, *args.overrides], None, args.learn_s)
+    ours = run_prorl([*words, *PRECISIONS[args.precision], *args.overrides], None, args.learn_s)
     marks = [args.learn_s * k / 6 for k in range(7)]
     what = "texts with constraints" if args.model else "two-term chain_sum"
     lines = ["", f"reward on {what} (responses of at most {work.cap} tokens), mean over the steps that end within"]
@@ -400,6 +410,12 @@ def main() -> None:
         help="cores of each side; its trainer processes have this many threads in all; default: all cores",
     )
     parser.add_argument("--model", type=Path, help="compare on this Hugging Face folder; default: the small models")
+    parser.add_argument(
+        "--precision",
+        choices=list(PRECISIONS),
+        default="32",
+        help="bf16: TRL's mixed precision, and prorl's trainer.precision with float32 masters; default: %(default)s",
+    )
     parser.add_argument("--beside", type=Path, help="another checkout to time, after `make setup`; default: none")
     parser.add_argument("--trl", nargs="+", choices=list(TRL_OPTIONS), default=["generate", "processes"])
     parser.add_argument(
@@ -418,8 +434,8 @@ def main() -> None:
     found = subprocess.run([str(TRL_PYTHON), "-c", versions], capture_output=True, text=True, check=True).stdout.split()
     lines = [
         describe(),
-        f"TRL {found[0]}, transformers {found[1]}, torch {found[2]}; {args.threads} cores for each"
-        f" {args.overrides or ''}".rstrip(),
+        f"TRL {found[0]}, transformers {found[1]}, torch {found[2]}; {args.threads} cores for each,"
+        f" precision {args.precision} {args.overrides or ''}".rstrip(),
     ]
     sys.stdout.write("\n".join(lines) + "\n")
     with tempfile.TemporaryDirectory() as name:

@@ -66,7 +66,7 @@ def arguments(cfg: dict[str, Any], folder: str) -> Any:
         output_dir=folder,
         use_cpu=True,
         ddp_backend="gloo" if cfg["processes"] > 1 else None,
-        bf16=False,
+        bf16=cfg["precision"] == "bf16",
         gradient_checkpointing=False,
         report_to="none",
         save_strategy="no",

@@ -105,9 +105,10 @@ def trainer_of(cfg: Any, policy: Any, store: Any, groups: list[Any]) -> Any:
     rollouts: Any = MadeUpRollouts(cfg, policy, store, leader.only(lambda: groups))
     resets: Any = SimpleNamespace(check_reference=lambda step, gap: None, steps=[])
     records: Any = SimpleNamespace(alarm=lambda step, what: None)
+    speed: Any = SimpleNamespace(metrics=lambda tokens, squares, seconds: {})
     none: Any = None
     return Trainer(
-        cfg, policy, TrainerState(), rollouts, none, resets, none, none, records, none, none, none, none, leader
+        cfg, policy, TrainerState(), rollouts, none, resets, none, none, records, none, none, speed, none, none, leader
     )
 
 

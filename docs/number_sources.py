@@ -54,6 +54,7 @@ SCRIPTS = {  # pages and tables that a script writes
     "docs/reference/configuration.md": "docs/configuration.py",
     "docs/reference/commands.md": "docs/commands.py",
     "docs/reference/schemas.md": "docs/schema_list.py",
+    "docs/howto/migration_examples.md": "tests/migration/published.py",
 }
 TABLES = {
     ("docs/howto/prepare_data.md", "sources"): "docs/data_sources.py",

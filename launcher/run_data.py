@@ -176,6 +176,7 @@ def check_rewards(
         The plugin of each task, with the tasks of second verifiers.
     """
     from nemo_prorl.rewards.discovery import discover, make_plugin
+    from nemo_prorl.rewards.functions import settings_of
 
     known = discover(functions=plain(cfg.rewards.functions))
     present = {record["task"] for _, records in sources for record in records}
@@ -188,7 +189,7 @@ def check_rewards(
             f" per node, for a sample of the responses. Fix: leave one of them out, as data.tasks=[{seconds[both[0]]}]"
         )
     classes |= {second: known.plugin_of_task(second) for second in seconds}
-    settings = plain(cfg.rewards.plugins)
+    settings = settings_of(plain(cfg.rewards))
     for name, given in settings.items():  # unused plugins have settings, too
         make_plugin(known.plugin(name), given)
     plugins = {task: make_plugin(plugin, settings.get(plugin.name)) for task, plugin in classes.items()}

@@ -31,8 +31,9 @@ from nemo_prorl.launcher.progress import Progress
 from nemo_prorl.launcher.run_data import plain
 from nemo_prorl.launcher.stacks import StackWriter
 from nemo_prorl.launcher.usage import UsageSampler
+from nemo_prorl.lifecycle.retention import complete
 from nemo_prorl.lifecycle.stopping import FORWARDED_AS, JOB_START
-from nemo_prorl.rewards.functions import name_of
+from nemo_prorl.rewards.functions import name_of, settings_of
 from nemo_prorl.sizing.cores import Cores, engine_threads
 from nemo_prorl.sizing.devices import node_devices
 from nemo_prorl.usage import RESTART_SUFFIX
@@ -52,6 +53,10 @@ _LAST_LINES, _LINE_CHARS = 15, 2000  # lines of a process's log in the report of
 _TASK_VARIABLES = tuple(
     f"SLURM_{name}" for name in ("PROCID", "LOCALID", "NODEID", "NTASKS", "NPROCS", "STEP", "TASK", "GTIDS")
 ) + ("PMI", "OMPI_")
+
+
+class _AtOnce(BaseException):
+    """A signal came for the second time."""
 
 
 class Node:
@@ -80,6 +85,7 @@ class Node:
         self.peers = peers or Peers(self.endpoints, self.place)
         self.progress: Progress | None = None  # on node 0 of a run that trains
         self._signals: list[int] = []
+        self._closing = False  # whether `run` has begun to stop its processes
         self._stacks_file = self.logs / f"stacks-{self.place.node}.txt"
         self._stacks = StackWriter([], self._stacks_file)
         self._look_at = 0.0  # monotonic time of the next look for requested restarts
@@ -102,12 +108,15 @@ class Node:
         health = Health(services, self.endpoints / "token", self.cfg.trainer.deadlines)
         usage = UsageSampler([*services, *ranks], self.dir, self.place)
         self._stacks = StackWriter([*services, *ranks], self._stacks_file)
-        with self._forwarding_signals(ranks):
+        with self._forwarding_signals(services, ranks):
             try:
                 for child in [*services, *ranks]:
                     child.start()
                 return self._watch(services, ranks, health)
+            except _AtOnce:
+                return self._stopped("all processes were killed")
             finally:
+                self._closing = True
                 health.close()
                 usage.close()
                 stop_all(ranks, self.cfg.trainer.deadlines.stop_s)
@@ -193,10 +202,20 @@ class Node:
         if not bad:
             return self._over(None if peer_end is not None and not clean else End(max(c for _, c in ended)))
         rank, code = bad[0]
+        if peer_end is None and -code in self._forwarded:
+            return self._stopped("stopped while the trainer started")
         what = f"{rank.name} ended with status {code}; its log is {rank.log_file}"
-        here = "" if self.place.nodes == 1 else self.place.host
         log = [line[:_LINE_CHARS] for line in list(rank.tail)[-_LAST_LINES:]]
-        return self._over(End(code if code in (2, 3, 4) else 1, what, here, rank.name, code, log, at))
+        return self._over(End(code if code in (2, 3, 4) else 1, what, self._here, rank.name, code, log, at))
+
+    def _stopped(self, how: str) -> End:
+        """Say what is kept of a run that ended at once on a signal; return how it ended."""
+        kept = complete(self.dir / "checkpoints")
+        onward = f"continues after {kept[-1].name}" if kept else "begins anew, because no checkpoint was complete"
+        what = f"{how}; the same command {onward}"
+        if kept:
+            _log.warning(what)
+        return self._over(End(75 if kept else 1, what, self._here))
 
     def _over(self, mine: End | None) -> End:
         """Return how the run ended, agreed with the other nodes; node 0 calls the event hook if the run failed.
@@ -216,17 +235,21 @@ class Node:
         return end
 
     @contextmanager
-    def _forwarding_signals(self, ranks: Sequence[Child]) -> Iterator[None]:
-        """Let SIGTERM, SIGINT and SIGUSR1 stop the trainer after its step; a repeated signal ends the run at once."""
+    def _forwarding_signals(self, services: Sequence[Child], ranks: Sequence[Child]) -> Iterator[None]:
+        """Let SIGTERM, SIGINT and SIGUSR1 stop the trainer after its step; a repeated signal kills all processes."""
 
         def forward(number: int, _: Any) -> None:
             if number in self._signals:
-                raise KeyboardInterrupt
+                for child in [*services, *ranks]:
+                    child.kill_group()
+                if self._closing:
+                    return
+                raise _AtOnce
             self._signals.append(number)
             name = signal.Signals(number).name
             by_slurm = " from srun or Slurm" if name == "SIGTERM" and self.place.nodes > 1 else ""
             _log.warning(
-                "received %s%s; the run stops after this step; a second signal stops it at once", name, by_slurm
+                "received %s%s; the run stops after this step; a second signal kills its processes", name, by_slurm
             )
             for rank in ranks:
                 rank.signal(FORWARDED_AS[signal.Signals(number)])
@@ -257,6 +280,16 @@ class Node:
         )
 
     @property
+    def _forwarded(self) -> set[int]:
+        """Return the signals that the ranks were sent, which end a rank that does not handle them yet."""
+        return {FORWARDED_AS[signal.Signals(number)] for number in self._signals}
+
+    @property
+    def _here(self) -> str:
+        """Return the host's name for messages of a run on several nodes; empty if the run has one node."""
+        return "" if self.place.nodes == 1 else self.place.host
+
+    @property
     def _bind(self) -> str:
         """Return the address at which services listen: only the loopback address if the run has one node."""
         return "127.0.0.1" if self.place.nodes == 1 else "0.0.0.0"
@@ -276,7 +309,7 @@ class Node:
         tasks = [name_of(task, functions[task]) if task in functions else task for task in self.tasks]
         command += ["--tasks", ",".join(tasks), "--token-file", str(self.endpoints / "token")]
         command += ["--endpoint-file", str(self.endpoints / f"{name}.json"), "--parent-pid", str(os.getpid())]
-        command += ["--settings", json.dumps(plain(cfg.rewards.plugins))]
+        command += ["--settings", json.dumps(settings_of(plain(cfg.rewards)))]
         command += ["--host", self._bind, "--public-host", self._public]
         command += ["--unsafe-no-sandbox"] if cfg.rewards.unsafe_no_sandbox else []
         return self._child(name, command, {"OMP_NUM_THREADS": "1"}, cfg.rollout.max_restarts, True)

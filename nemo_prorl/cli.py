@@ -7,6 +7,7 @@ and the error for a wrong configuration appear within two seconds.
 
 import argparse
 import logging
+import signal
 import sys
 import warnings
 from collections.abc import Callable
@@ -55,6 +56,9 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         _log.error("prorl: interrupted")
         return 1
+    finally:
+        if argv is None:  # the process ends: a late Ctrl-C would replace its exit code
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

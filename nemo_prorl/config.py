@@ -196,7 +196,7 @@ class ResetsConfig:
     """Hard resets of reference policy and optimizer (paper sec. 3.3.1)."""
 
     mode: str = key(
-        "manual",
+        "advise",
         "effect of the rules: none (manual), alarms (advise), alarms and resets (auto)",
         choices=("manual", "advise", "auto"),
     )
@@ -322,6 +322,11 @@ class RewardsConfig:
     unsafe_no_sandbox: bool = key(False, "run code with all your rights where no sandbox works", may_change=True)
     plugins: dict[str, Any] = key(dict, "settings by plugin name")
     functions: dict[str, str] = key(dict, "reward functions of your own, FILE.py:FUNCTION by task")
+    functions_time_s: float = key(
+        10.0,
+        "CPU seconds of a reward function for one response (then 0); 4 times as long in all (then no score)",
+        above=0,
+    )
 
 
 @dataclass

@@ -15,6 +15,11 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def card() -> str | None:
+    """Return the name of this rank's GPU, such as "NVIDIA H200"; None without one."""
+    return torch.cuda.get_device_name() if has_gpu() else None
+
+
 def on_gpu(tensor: Tensor) -> bool:
     return tensor.is_cuda
 

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import errno
 import json
+from shlex import quote
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DAMAGED = ".damaged"  # suffix of the folder of a checkpoint that was set aside
 
 
 class ProrlError(Exception):
@@ -79,6 +86,17 @@ class RunFailed(ProrlError, RuntimeError):
 
 class CheckpointError(ProrlError, RuntimeError):
     """A checkpoint that cannot be written, found, or continued with this code and configuration."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint with a file that is missing, truncated or changed.  The one before it may still be whole."""
+
+    def __init__(self, folder: Path, what: str) -> None:
+        """`what`: the fault, with the name of the file."""
+        super().__init__(
+            f"{what}. Fix: mv {quote(str(folder))} {quote(f'{folder}{DAMAGED}')}; the same command then continues from"
+            " the checkpoint before it"
+        )
 
 
 class ResetFailure(ProrlError, RuntimeError):

@@ -56,6 +56,9 @@ class Metrics:
         Metrics.current = ""
         self.put(f"time/{name}", time.monotonic() - began)
 
+    def __contains__(self, key: str) -> bool:
+        return key in self._values
+
     def __getitem__(self, key: str) -> float:
         value, total = self._values[key]
         return value / total if total else math.nan

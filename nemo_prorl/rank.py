@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from nemo_prorl import __version__, stacks
+from nemo_prorl import __version__, device, stacks
 from nemo_prorl.algorithms.entropy import AdaptiveEntropy
 from nemo_prorl.config import Config
 from nemo_prorl.data.blend import Blend, LoadedData, load_sources, of_tasks
@@ -53,6 +53,9 @@ from nemo_prorl.rollout.engines import EnginePool
 from nemo_prorl.rollout.groups import PromptDraw
 from nemo_prorl.rollout.overlap import OneStepOff
 from nemo_prorl.rollout.rollouts import Rollouts
+from nemo_prorl.sizing.devices import node_devices
+from nemo_prorl.sizing.flops import UpdateSpeed
+from nemo_prorl.sizing.memory import ModelShape
 from nemo_prorl.trainer import Trainer, TrainerState
 
 _log = logging.getLogger("nemo_prorl.rank")  # __name__ is __main__ when this file is the program
@@ -113,7 +116,9 @@ def warmup_examples(cfg: Config, data: LoadedData, policy: Policy) -> list[tuple
 def build(cfg: Config, run_dir: Path, policy: Policy, stopping: Stopping) -> Trainer:
     """Build and connect all parts of a run; a collective.  Waits until engines and reward servers are ready."""
     actor, leader = policy.actor, policy.leader
-    records = Records(cfg, run_dir, leader.rank == 0, policy.loggers)
+    ranks = cfg.trainer.num_nodes * cfg.trainer.devices
+    devices = cfg.trainer.num_nodes * node_devices(cfg)  # type: ignore[arg-type]
+    records = Records(cfg, run_dir, leader.rank == 0, policy.loggers, devices)
     source = policy.data.only(lambda data: rollout_source(cfg, run_dir, data, policy))
     blend, collector = source.only(lambda source: source.blend), source.only(lambda source: source.collector)
     collector.run_on_leader(lambda collector: stopping.set_abandon(collector.abandon))
@@ -121,6 +126,7 @@ def build(cfg: Config, run_dir: Path, policy: Policy, stopping: Stopping) -> Tra
     validation = Validation(cfg, source.only(lambda source: source.heldout), rollouts, records)
     allowed = kl_after_reset(cfg)  # type: ignore[arg-type]
     resets = Resets(cfg.trainer.resets, allowed, actor, rollouts, validation, records, leader)
+    speed = UpdateSpeed(ModelShape.of(OmegaConf.create(cfg.model), actor.shape.vocab), ranks, device.card())
     progress, entropy = TrainerState(), AdaptiveEntropy(cfg.trainer.grpo.adaptive_entropy)
     parts: dict[str, Stateful] = {  # named as in state.json, and loaded in this order
         "trainer": progress,
@@ -136,7 +142,6 @@ def build(cfg: Config, run_dir: Path, policy: Policy, stopping: Stopping) -> Tra
     requests = leader.only(lambda: Requests(run_dir, Journal(run_dir), records.alarm))
     control = Control(requests, validation, checkpoints, stopping)
     services = {"engine": cfg.rollout.engines, "rewards": cfg.trainer.num_nodes}
-    ranks = cfg.trainer.num_nodes * cfg.trainer.devices
     traces = StepTraces(run_dir, cfg.trainer.trace_steps, leader.rank, ranks, services)
     watchdog = Watchdog(leader.rank, ranks, run_dir, records.alarm)
     collector.run_on_leader(lambda collector: watchdog.set_waiting(collector.waiting))
@@ -152,6 +157,7 @@ def build(cfg: Config, run_dir: Path, policy: Policy, stopping: Stopping) -> Tra
         records,
         stopping,
         entropy,
+        speed,
         traces,
         watchdog,
         leader,
@@ -218,6 +224,7 @@ def begin(trainer: Trainer, run_dir: Path) -> None:
     newest = checkpoints.newest()
     if newest is not None:
         checkpoints.resume(newest)
+        checkpoints.tell_damaged(progress.step)
         _log.info("continuing after step %d, from checkpoint %s", progress.step, newest)
         trainer.resets.settle(progress.step)
         if progress.step < cfg.trainer.grpo.max_steps or progress.unfinished is not None:

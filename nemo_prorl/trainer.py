@@ -50,6 +50,7 @@ if TYPE_CHECKING:  # parts that `rank.py` builds and passes in
     from nemo_prorl.lifecycle.validation import Validation
     from nemo_prorl.lifecycle.watchdog import Watchdog
     from nemo_prorl.rollout.rollouts import Rollouts
+    from nemo_prorl.sizing.flops import UpdateSpeed
 
 
 class ProgressState(TypedDict):
@@ -59,6 +60,8 @@ class ProgressState(TypedDict):
     """last step whose updates were made; 0 before the first step"""
     without_signal: Count
     """number of steps in a row, up to `step`, without a group to train on"""
+    signal_lost: Count
+    """how often the run had such a step after one with a signal, or as its first"""
     unfinished: MetricsState | None
     """metrics of `step` if its validation was abandoned at a stop, otherwise null; a resumed run validates first"""
 
@@ -70,13 +73,20 @@ class TrainerState:
     step: int = 0  # last step whose batch was collected; in a checkpoint, its updates are made
     unfinished: Metrics | None = None  # metrics of `step` from the end of its updates until they are logged
     without_signal: int = 0  # steps in a row without a group to train on
+    signal_lost: int = 0  # stretches of such steps so far
 
     def state_dict(self) -> ProgressState:
         unfinished = self.unfinished.to_json() if self.unfinished is not None else None
-        return {"step": self.step, "without_signal": self.without_signal, "unfinished": unfinished}
+        return {
+            "step": self.step,
+            "without_signal": self.without_signal,
+            "signal_lost": self.signal_lost,
+            "unfinished": unfinished,
+        }
 
     def load_state_dict(self, state: ProgressState) -> None:
         self.step, self.without_signal, unfinished = state["step"], state["without_signal"], state["unfinished"]
+        self.signal_lost = state.get("signal_lost", 0)  # absent in checkpoints of earlier commits
         self.unfinished = Metrics.from_json(unfinished) if unfinished is not None else None
 
 
@@ -95,6 +105,7 @@ class Trainer:
     records: "Records"
     stopping: "Stopping"
     entropy: AdaptiveEntropy
+    speed: "UpdateSpeed"
     traces: "StepTraces"
     watchdog: "Watchdog"
     leader: "Leader"
@@ -166,8 +177,21 @@ class Trainer:
             self.checkpoints.save(metrics.step, wait=True)
             raise StoppedCleanly(
                 f"stopped after step {metrics.step}: {steps} steps in a row made no update"
-                f" (trainer.grpo.max_steps_without_signal={most}): {diagnosis(metrics)}"
+                f" (trainer.grpo.max_steps_without_signal={most}): {self.leader.call(lambda: self._why(metrics))}"
             )
+
+    def _note_no_signal(self, metrics: Metrics) -> None:
+        """Count a step without a group to train on; alarm at the 1st, 2nd, 4th, 8th ... loss of the signal."""
+        progress = self.progress
+        progress.without_signal += 1
+        progress.signal_lost += progress.without_signal == 1
+        if progress.without_signal == 1 and progress.signal_lost.bit_count() == 1:
+            often = f" ({progress.signal_lost} times so far)" if progress.signal_lost > 1 else ""
+            why = self.leader.call(lambda: self._why(metrics))
+            self.records.alarm(metrics.step, f"no group carries a signal{often}: {why}")
+
+    def _why(self, metrics: Metrics) -> str:
+        return diagnosis(metrics, self.records.lines(), self.records.stored_responses(metrics.step))
 
     def finish(self) -> None:
         """Complete the records of a run that has made all its steps."""
@@ -196,9 +220,7 @@ class Trainer:
             groups = self.rollouts.collect(metrics)
         self.progress.step = step
         if not len(groups.draws):
-            self.progress.without_signal += 1
-            if self.progress.without_signal == 1:
-                self.records.alarm(step, f"no group carries a signal: {diagnosis(metrics)}")
+            self._note_no_signal(metrics)
             return metrics
         self.progress.without_signal = 0
 
@@ -229,6 +251,9 @@ class Trainer:
             config = self.before_updates(metrics)
             for minibatch_rows in torch.arange(len(batch)).split([len(rows) for rows in update_rows]):
                 update(policy, batch.rows(minibatch_rows), config, metrics)
+        length_B = batch.length_B.double()
+        tokens, squares = (policy.data_ranks.sum(float(value_B.sum())) for value_B in (length_B, length_B**2))
+        metrics.add("time/updates", self.speed.metrics(tokens, squares, metrics["time/updates"]))
         return metrics
 
     def before_updates(self, metrics: Metrics) -> GRPOConfig:

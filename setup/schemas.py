@@ -64,6 +64,8 @@ METRICS = (
     "policy/(loss|grad_norm|max_grad_norm|surrogate|kl|approx_kl|weight|ratio|min_ratio|max_ratio|clipped_high"
     "|clipped_low|dual_clipped|nonfinite|lr|entropy_coef|padding)",
     "time/(publish|rollout|logprobs|advantages|updates|ahead|ahead/engines_wait_s|validate|step)",
+    "time/step/tokens_per_s_per_device",
+    "time/updates/(tokens|tflops_per_device|mfu)",
     "time/rollout/(engine_s|reward_open_s|reward_wait_s|sleep_s|tokens_per_s|responses|tail_s|tail_responses|idle_s"
     "|lost_s)",
     "system/((rank|engine|rewards|supervisor|free|shm|run_dir)_gb|open_files|threads|max_shapes|engine_kv_cache_peak)",

@@ -19,7 +19,12 @@ ROOT = Path(__file__).resolve().parent.parent
 # ranks or a cluster, which one worker starts once.
 LONG = (
     ("tests/test_main_job.py", "tests/test_frozen.py", "tests/cluster/test_whole_run.py"),
-    ("tests/policy/test_layouts.py", "tests/policy/test_half.py", "tests/policy/test_checkpoints.py"),
+    (
+        "tests/policy/test_layouts.py",
+        "tests/policy/test_wiring.py",
+        "tests/policy/test_half.py",
+        "tests/policy/test_checkpoints.py",
+    ),
     (
         "tests/rollout/test_engine.py",
         "tests/rollout/test_collector.py",

@@ -52,7 +52,10 @@ REWARDS = [
 ]
 SANDBOX = [
     f"tests/rewards/test_{name}.py"
-    for name in ("sandbox", "sandbox_lessons", "sandbox_parts", "escapes", "syscalls", "independent")
+    for name in (
+        *("program_run", "sandbox", "sandbox_child", "sandbox_confined", "sandbox_lessons", "sandbox_names"),
+        *("sandbox_parts", "escapes", "syscalls", "independent"),
+    )
 ]
 # Folder: its files, and the tests that belong to it.
 FOLDERS: dict[str, tuple[str, list[str]]] = {
@@ -110,7 +113,7 @@ class Mutant(NamedTuple):
 def mutants_of(root: Path, file: str) -> list[Mutant]:
     """Return all mutants of a file, in the order of its lines."""
     source = (root / file).read_text()
-    found, tree = [], ast.parse(source)
+    found, tree, lines = [], ast.parse(source), source.encode().splitlines(keepends=True)
     floats = frozenset(
         target.id
         for node in tree.body
@@ -121,9 +124,17 @@ def mutants_of(root: Path, file: str) -> list[Mutant]:
     for node in walk(tree):
         for old, new in changes(node, floats):
             begin, end = (old.lineno, old.col_offset), (old.end_lineno or 0, old.end_col_offset or 0)
-            line = source.splitlines()[old.lineno - 1].strip() if isinstance(old, ast.Constant) else ""
-            found.append(Mutant(file, begin, end, ast.get_source_segment(source, old) or "", new, line))
+            line = lines[old.lineno - 1].decode().strip() if isinstance(old, ast.Constant) else ""
+            found.append(Mutant(file, begin, end, segment(lines, begin, end), new, line))
     return sorted(set(found))
+
+
+def segment(lines: list[bytes], begin: tuple[int, int], end: tuple[int, int]) -> str:
+    """Return the text between two positions; `ast.get_source_segment` would split the whole source each time."""
+    first, last = begin[0] - 1, end[0] - 1
+    if first == last:
+        return lines[first][begin[1] : end[1]].decode()
+    return b"".join([lines[first][begin[1] :], *lines[first + 1 : last], lines[last][: end[1]]]).decode()
 
 
 def walk(node: ast.AST) -> Iterator[ast.AST]:
@@ -304,6 +315,7 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="try those again that survived and have no reason")
     parser.add_argument("--results", type=Path, default=ROOT / "runs" / "mutants.jsonl")
     args = parser.parse_args()
+    args.results = args.results.absolute()  # the session of the tests changes the working directory
     args.results.parent.mkdir(parents=True, exist_ok=True)
     every = {(m.key, m.begin[0]) for _, m in sample(ROOT, list(FOLDERS), None, random.Random(0))}
     rows = [row for row in read(args.results) if (row["key"], row["line"]) in every]  # the code may have changed

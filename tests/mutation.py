@@ -209,7 +209,8 @@ class Tests:
         """Return node ids: tests that reach the changed statement; if none does, those that reach its file at all.
 
         The latter are for constants: there, the tests that reach a line which names the constant come alone.  For code
-        that only other processes run, the tests that reach a file which starts these processes come, too.
+        that only other processes run, the tests that reach a file which starts these processes come, too, and those in
+        files that name the module, which may start them.
         """
         source = (self.root / mutant.file).read_text()
         begin, end = statement_lines(source).get(mutant.begin[0], (mutant.begin[0], mutant.end[0]))
@@ -221,8 +222,7 @@ class Tests:
         if not chosen:
             files = {mutant.file} | self._starters(mutant.file)
             chosen = {node for node, one in self.reached.items() if any(file in files for file, _ in one.lines)}
-        if not chosen:  # code that only other processes run, which the tests start
-            chosen = set(self._naming(mutant.file))
+            chosen |= set(self._naming(mutant.file))
         ordered = sorted(chosen, key=lambda node: self.reached[node].cpu / (1 + self.kills[node]))
         seconds, most = 0.0, list[str]()
         for node in ordered:

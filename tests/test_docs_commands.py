@@ -150,8 +150,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     write(tmp_path / "requests.jsonl", [{**REQUEST, "response": "\\boxed{4}", "finished": True}])
     write(tmp_path / "responses.jsonl", [{**UNITS, "response": "300", "finished": True}])
-    page = ROOT / "docs" / "howto" / "reward_function.md"
-    (tmp_path / "units.py").write_text(next(text for text in blocks(page, "python") if text.startswith("# units.py")))
+    for page, name in (("reward_function", "units.py"), ("reward_server", "judge.py")):
+        code = blocks(ROOT / "docs" / "howto" / f"{page}.md", "python")
+        (tmp_path / name).write_text(next(text for text in code if text.startswith(f"# {name}")))
     cluster = Slurm(tmp_path / "slurm")
     for name, answer in (("sbatch", "echo $((16 + n))"), ("scancel", ""), ("squeue", "")):
         cluster.add(name, answer)
@@ -234,7 +235,8 @@ def test_what_would_be_run_is_told(words: Words, place: Path, capsys: pytest.Cap
 
 @commands_of("prorl convert")
 def test_another_configuration_is_converted(words: Words, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (place / words[-1]).write_text("python3 -m verl.trainer.main_ppo data.train_batch_size=8 trainer.total_epochs=15\n")
+    sizes = "data.train_batch_size=8 actor_rollout_ref.actor.ppo_mini_batch_size=8"
+    (place / words[-1]).write_text(f"python3 -m verl.trainer.main_ppo {sizes} trainer.total_epochs=15\n")
     done(words[1:])
     assert "trainer.grpo.prompts_per_step=8" in capsys.readouterr().out
 

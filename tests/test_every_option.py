@@ -192,9 +192,9 @@ RUNS: list[tuple[str, str, tuple[str, ...]]] = [
 ]
 CONVERTED = {
     "trl.yaml": "num_generations: 4\nper_device_train_batch_size: 8\n",
-    "rl.json": json.dumps({"grpo": {"num_generations_per_prompt": 4, "num_prompts_per_step": 8}}),
-    "run.sh": "python3 -m openrlhf.cli.train_ppo_ray --n_samples_per_prompt 4 --rollout_batch_size 8\n",
-    "verl.sh": "python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=4 data.train_batch_size=8\n",
+    "rl.json": json.dumps({"grpo": {"num_generations_per_prompt": 4}, "policy": {"train_global_batch_size": 128}}),
+    "run.sh": "python3 -m openrlhf.cli.train_ppo_ray --n_samples_per_prompt 4\n",
+    "verl.sh": "python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=4\n",
     "trl.py": "from trl import GRPOConfig\nargs = GRPOConfig(num_generations=4)\n",
 }
 SUM = {
@@ -286,6 +286,9 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         *("rewards test --examples", "rewards test --settings"),
     ),
     "tests/test_whole_commands.py::test_the_reward_server_with_all_its_options": ("rewards serve --parent-pid",),
+    "tests/data/test_prepare_csv.py::test_a_column_of_right_responses_is_what_a_warm_up_teaches": (
+        "data prepare --target",
+    ),
     "tests/test_whole_commands.py::test_names_on_the_hub": ("data prepare --revision",),
     "tests/data/test_prepare_judge.py::test_the_grader_compares_boxed_answers_without_a_judge": (
         "data prepare --agreement=grader",

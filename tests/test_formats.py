@@ -18,6 +18,8 @@ from nemo_prorl.data.records import validate_record
 from nemo_prorl.errors import DataError, ProrlError
 from nemo_prorl.rewards.interface import RewardRequest, RewardResult, failed_verdict, verdict_of
 from nemo_prorl.rollout.engine_load import EngineLoad
+from nemo_prorl.sizing.flops import UpdateSpeed
+from nemo_prorl.sizing.memory import ModelShape
 from tests.test_docs import ROOT, blocks, inline_code, prose
 
 SCHEMAS = {p.name.removesuffix(".schema.json"): p for p in sorted((ROOT / "docs" / "schemas").glob("*.schema.json"))}
@@ -359,6 +361,8 @@ def metrics_line() -> dict[str, Any]:
     load = EngineLoad(1)
     load.begin()
     metrics.add("time/rollout", load.end())
+    shape = ModelShape(1, 2, 3, 1, 1, 2, 5, 5, tied=False, qkv_bias=False)
+    metrics.add("time/updates", UpdateSpeed(shape, 1, "NVIDIA H200").metrics(7.0, 49.0, 0.5))
     for phase in set(re.findall(r'phase\("(\w+)"', "".join(map(source, writers)))):
         metrics.put(f"time/{phase}", 0.5)
     metrics.put("validation/sums", 0.5)

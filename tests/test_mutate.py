@@ -183,20 +183,21 @@ def test_killed_mutants_are_told_from_survivors(tmp_path: Path) -> None:
 
 
 def test_code_of_other_processes_is_tried_by_the_tests_that_start_them(tmp_path: Path) -> None:
-    """`inner` is run by `child`, which `caller` starts; so is `alone`, which a test calls, too."""
+    """`caller` starts `child`, which runs `inner` and `alone`; a test calls `alone`, and another one starts `other`."""
     sources = {
         "caller": "import subprocess, sys\ndef run():\n    subprocess.run([sys.executable, '-m', 'box.child'])\n",
         "child": "from box import alone, inner\ndef main():\n    inner.work()\n    return alone\n",
         "inner": "def work():\n    return 1\n",
         "alone": "def work():\n    return 1\n\n\ndef unused():\n    return 2\n",
-        "other": "from box import child\n",
+        "other": "from box import child\n\n\ndef unused():\n    return 2\n",
     }
     (tmp_path / "box").mkdir()
     for name, source in sources.items():
         (tmp_path / "box" / f"{name}.py").write_text(source)
     (tmp_path / "test_it.py").write_text("")
     lines = {"starts": ("caller", 3), "within": ("child", 4), "alone": ("alone", 2), "other": ("other", 1)}
-    reached = {
+    (tmp_path / "test_more.py").write_text("START = '-m box.other'\n")
+    reached = {"test_more.py::more": Reached(1.0, 1.0, frozenset())} | {
         f"test_it.py::{test}": Reached(1.0, 1.0, frozenset({(f"box/{file}.py", line)}))
         for test, (file, line) in lines.items()
     }
@@ -210,6 +211,8 @@ def test_code_of_other_processes_is_tried_by_the_tests_that_start_them(tmp_path:
     assert tests_of("child", 4) == {"within"}
     assert tests_of("alone", 6) == {"starts", "alone"}
     assert tests_of("caller", 3) == {"starts"}
+    assert tests_of("other", 1) == {"other"}
+    assert tests_of("other", 5) == {"other", "more"}
 
 
 @pytest.mark.starts

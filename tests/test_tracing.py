@@ -109,6 +109,7 @@ def test_a_step_s_trace_has_the_spans_of_services_and_of_all_ranks(tmp_path: Pat
     (tmp_path / "endpoints" / "engine-0.json").write_text(json.dumps({"url": url, "kind": "engine"}))
     (tmp_path / "endpoints" / "rewards-0.json").write_text(json.dumps({"url": url, "kind": "rewards"}))
     services = {"engine": 1, "rewards": 1}
+    Service.asked.clear()
     left = tmp_path / "traces" / "step-2.parts"
     left.mkdir(parents=True)
     (left / "trainer-1.json").write_text("left by a killed start")
@@ -117,7 +118,9 @@ def test_a_step_s_trace_has_the_spans_of_services_and_of_all_ranks(tmp_path: Pat
         with second.step(2), RECORDER.span("updates", "phase"):
             time.sleep(0.01)
         mine = json.loads((left / "trainer-1.json").read_text())
-        (left / "trainer-1.json").write_text(json.dumps({**mine, "pid": 1}))
+        (left / "trainer-1.json").unlink()
+        late = threading.Timer(0.5, (left / "trainer-1.json").write_text, [json.dumps({**mine, "pid": 1})])
+        late.start()  # rank 0 waits for it
         RECORDER.start("trainer-0")  # both ranks are in this process, which has one recorder
         with RECORDER.span("rollout", "phase"):
             raise KeyError
@@ -132,6 +135,24 @@ def test_a_step_s_trace_has_the_spans_of_services_and_of_all_ranks(tmp_path: Pat
     assert told["otherData"]["clock_offset_s"]["far"] == pytest.approx(100.0, abs=5.0)
     assert {"updates", "rollout", "generate"} < spans_of(told).keys()
     assert Service.asked == [True, True, False, False]
+
+
+def test_the_trace_of_a_step_is_written_before_the_next_one_is_recorded(tmp_path: Path) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    (tmp_path / "endpoints").mkdir()
+    (tmp_path / "endpoints" / "token").write_text("t" * 16 + "\n")
+    url = f"http://127.0.0.1:{server.server_port}"
+    (tmp_path / "endpoints" / "engine-0.json").write_text(json.dumps({"url": url, "kind": "engine"}))
+    traces = StepTraces(tmp_path, [1, 2], rank=0, ranks=1, services={"engine": 1})
+    with traces.step(1):
+        pass
+    with traces.step(2):
+        assert (tmp_path / "traces" / "step-1.json").exists()
+    traces.close()
+    server.shutdown()
+    server.server_close()
+    assert (tmp_path / "traces" / "step-2.json").exists()
 
 
 def test_the_tail_of_a_rollout(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 
 from gpu import model as m
 from gpu import real
-from gpu.common import Emit, Settings, peak_flops, require, seconds_of
+from gpu.common import Emit, Settings, peak_bytes, peak_flops, require, seconds_of
 
 RESPONSES = {False: 4, True: 4}  # responses that fill the context, by Settings.small
 
@@ -27,7 +28,7 @@ def run(emit: Emit, settings: Settings) -> None:
         resident = torch.cuda.memory_allocated() if settings.cuda else None
         batch = logprobs_and_updates(emit, actor, cfg, settings)
         memory(emit, actor, cfg, settings, resident)
-        reset_save_load(emit, actor, cfg, batch, Path(name))
+        reset_save_load(emit, actor, cfg, settings, batch, Path(name))
 
 
 def built(emit: Emit, actor: Any) -> None:
@@ -76,32 +77,40 @@ def memory(emit: Emit, actor: Any, cfg: Any, settings: Settings, resident: int |
     """
     from nemo_prorl.sizing.memory import memory_of
 
-    numbers = memory_of(cfg, actor.shape.vocab).numbers()
+    fused: Any = OmegaConf.merge(cfg, {"model": {"transformer_engine": True}})  # no layer here keeps attention scores
+    numbers = memory_of(fused, actor.shape.vocab).numbers()
     plan = {name: int(value or 0) for name, value in numbers.items()}
-    if settings.cuda:
-        emit("before the first update", measured_bytes=resident, planned_bytes=plan["weights"] + plan["gradients"])
-        emit("at most", measured_bytes=torch.cuda.max_memory_allocated(), planned_bytes=plan["trainer_peak"])
+    peak = torch.cuda.max_memory_allocated() if settings.cuda else None
+    emit("before the first update", measured_bytes=resident, planned_bytes=plan["trainer_resident"])
+    emit("at most", measured_bytes=peak, planned_bytes=plan["trainer_peak"])
     for name in ("weights", "gradients", "optimizer", "activations", "logits_backward", "trainer_peak"):
         emit(f"plan: {name}", planned_bytes=plan[name])
 
 
-def reset_save_load(emit: Emit, actor: Any, cfg: Any, batch: Any, folder: Path) -> None:
+def reset_save_load(emit: Emit, actor: Any, cfg: Any, settings: Settings, batch: Any, folder: Path) -> None:
     """Make a hard reset, save the actor, update, load the actor, update again; emit whether both updates are equal.
+
+    Also emits the memory that reset and save take beside the plan's: in a run, engines may be awake at this time.
 
     Raises RuntimeError if the gradient norms differ by more than 0.1 %.
     """
     from nemo_prorl.policy import checkpoint_files
+    from nemo_prorl.sizing.phases import MOST_BESIDE_ENGINES, RESETTING, SAVING
 
     update = real.updater(actor, cfg)
-    actor.set_reference()
-    actor.reset_optimizer()
+    with peak_bytes(settings.device) as taken:
+        actor.set_reference()
+        actor.reset_optimizer()
+    emit(f"taken while {RESETTING}", measured_bytes=taken[0], planned_bytes=MOST_BESIDE_ENGINES)
     old_BT, _ = actor.logprobs(batch)
     ref_BT = actor.reference_logprobs(batch)
     gap = float((old_BT - ref_BT)[batch.mask_BT].abs().mean())
     emit("reference, right after a hard reset", mean_logp_gap=gap)
     batch = real.with_logprobs(batch, old_BT, ref_BT)
     saved = folder / "step-000001"
-    checkpoint_files.PolicyStore(actor).save(saved, {"step": 1})
+    with peak_bytes(settings.device) as taken:
+        checkpoint_files.PolicyStore(actor).save(saved, {"step": 1})
+    emit(f"taken while {SAVING}", measured_bytes=taken[0], planned_bytes=MOST_BESIDE_ENGINES)
     size = sum(file.stat().st_size for file in saved.iterdir())
     emit("saved after the reset", size_bytes=size)
     onward = update(batch)["grad_norm"], actor.weights_sha256()

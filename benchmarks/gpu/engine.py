@@ -13,10 +13,12 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file
@@ -24,18 +26,24 @@ from safetensors.torch import load_file
 from gpu import Skipped, real
 from gpu.common import Emit, Settings
 from nemo_prorl.rollout.weights import WeightStore
+from nemo_prorl.sizing.phases import ASLEEP, AWAKE, LOADING, phase_bytes
+
+if TYPE_CHECKING:
+    from nemo_prorl.sizing.memory import Memory
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "a-token-of-this-measurement"
 START_S, CALL_S = 130.0, 60.0
 PROMPT = [3 + 7 * i % 500 for i in range(64)]
 SMALL_KV_MB = 64
+PLANNED_GPU = 84 * 10**9  # bytes of an H100
+ENDPOINT = "engine-0.json"
 
 
 @contextmanager
 def server(python: str, folder: Path, settings: Settings, *options: str) -> Iterator[str]:
     """Run an engine for FOLDER/model that loads weights from FOLDER/weights; yield its address."""
-    token, endpoint = folder / "token", folder / "engine-0.json"
+    token, endpoint = folder / "token", folder / ENDPOINT
     token.touch(mode=0o600)
     token.write_text(TOKEN)
     endpoint.unlink(missing_ok=True)
@@ -87,24 +95,29 @@ def require_vllm(python: str) -> None:
         raise Skipped(f"{python} cannot import vllm ({last})")
 
 
-def plan(settings: Settings, folder: Path) -> tuple[int, list[str]]:
-    """Plan a run on 32 GPUs with the model in `folder`; return how trainer and engine share a GPU's memory.
+@dataclass(frozen=True)
+class Place:
+    """A folder with a model and its published weights, and the plan of a GPU that a trainer and an engine share."""
 
-    Returns:
-        (bytes that the trainer keeps on a GPU while the engines run, options of the engine's command)
+    python: str  # with vLLM
+    folder: Path  # contains model/ and weights/
+    weights: Path  # the published file
+    memory: "Memory"
+    device_bytes: int  # of the GPU; on a CPU those of PLANNED_GPU
+    device: str
+    options: list[str]  # of the engine's command
+
+    def free_bytes(self) -> int | None:
+        """Return the free bytes of the GPU; None on a CPU."""
+        return int(torch.cuda.mem_get_info()[0]) if self.device == "cuda" else None
+
+
+@contextmanager
+def beside_a_trainer(emit: Emit, settings: Settings) -> Iterator[Place]:
+    """Prepare an engine of a run on 32 GPUs; a plain tensor takes the trainer's planned memory meanwhile.
+
+    Raises Skipped if there is no vLLM.
     """
-    if not settings.cuda:
-        return 0, [f"--kv-mb={SMALL_KV_MB}"]
-    from nemo_prorl.sizing.memory import memory_of
-
-    cfg = real.config(settings, folder, "trainer.num_nodes=4", "trainer.devices=8", "rollout.engines=32")
-    size = torch.cuda.mem_get_info()[1]
-    memory = memory_of(cfg)
-    room = memory.kv_room(size)
-    return memory.trainer_resident, [f"--kv-mb={(room or 0) >> 20}"]
-
-
-def run(emit: Emit, settings: Settings) -> None:
     python = settings.engine_python or sys.executable
     require_vllm(python)
     base = "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -113,62 +126,90 @@ def run(emit: Emit, settings: Settings) -> None:
         real.write_model(folder / "model", settings)
         tensors = load_file(folder / "model" / "model.safetensors")
         weights = WeightStore(folder / "weights").write(tensors.items(), 1)
-        resident, options = plan(settings, folder)
-        trainer = torch.zeros(resident, dtype=torch.uint8, device=settings.device)
+        size = torch.cuda.mem_get_info()[1] if settings.cuda else PLANNED_GPU
+        memory, kv_mb = plan(folder / "model", size)
+        trainer = torch.zeros(memory.trainer_resident, dtype=torch.uint8, device=settings.device)
         emit("resident trainer", size_bytes=trainer.numel(), note="plain tensors of the plan's size")
-        emit("engine's options", note=" ".join(options))
+        options = [f"--kv-mb={kv_mb if settings.cuda else SMALL_KV_MB}", "--float32-head"]
+        emit("engine's options", note=f"{' '.join(options)}; planned for {size / 1e9:.1f} GB: --kv-mb={kv_mb}")
+        yield Place(python, folder, weights, memory, size, settings.device, options)
+
+
+def plan(model: Path, device_bytes: int) -> "tuple[Memory, int]":
+    """Plan `cluster=h100_4x8` with this model and GPU; return the memory of a GPU, and the MiB of its KV cache."""
+    from nemo_prorl.settings import load
+    from nemo_prorl.sizing.memory import memory_of
+
+    cluster = ["cluster=h100_4x8", f"pretrained_checkpoint.restore_from_path={model}"]
+    cluster += [f"rollout.device_memory_gb={device_bytes / 1e9}"]
+    kv_mb = (memory_of(load(cluster)).kv_room(device_bytes) or 0) >> 20
+    return memory_of(load([*cluster, f"rollout.kv_cache_mb={kv_mb}"])), kv_mb
+
+
+def run(emit: Emit, settings: Settings) -> None:
+    with beside_a_trainer(emit, settings) as place:
         for start in ("first", "second"):  # like a start after a crash, next to the resident trainer
-            free(emit, f"before the {start} start", settings)
+            free(emit, place, f"before the {start} start")
             began = time.perf_counter()
-            with server(python, folder, settings, "--float32-head", *options) as url:
+            with server(place.python, place.folder, settings, *place.options) as url:
                 emit(f"{start} start to ready", seconds=time.perf_counter() - began)
-                free(emit, f"engine awake, {start} start", settings)
+                free(emit, place, f"{start} start", AWAKE)
                 if start == "second":
-                    work(emit, url, weights, settings)
+                    work(emit, url, place)
 
 
-def free(emit: Emit, when: str, settings: Settings) -> None:
-    if settings.cuda:
-        left, whole = torch.cuda.mem_get_info()
-        emit(when, free_bytes=left, used_bytes=whole - left)
+def free(emit: Emit, place: Place, when: str, phase: str | None = None) -> None:
+    """Emit the free bytes of the GPU and, if `when` is in a phase of a step, those that the plan leaves."""
+    found = {"free_bytes": place.free_bytes()}
+    if phase is not None:
+        found["planned_free_bytes"] = place.device_bytes - phase_bytes(place.memory)[phase]
+    emit(when if phase is None else f"{when}: {phase}", **found)
 
 
-def work(emit: Emit, url: str, weights: Path, settings: Settings) -> None:
-    before = answers(url)
-    version = 1
-    for level in (1, 2, 2):
-        version = naps(emit, url, level, version, weights, before, settings)
+def work(emit: Emit, url: str, place: Place) -> None:
+    before, version = answers(url), 1
+    for number, level in enumerate((1, 2, 2), start=1):
+        name = f"sleep {number}, level {level}"
+        version += 1
+        found = nap(url, place, level, version, partial(free, emit, place, name))
+        emit(name, **found, same_answers=answers(url) == before)
     for _ in range(2):
         version += 1
-        _, seconds = call(url, "/weights", {"path": str(weights), "version": version, "wait_s": 10})
+        seconds = load(url, place, version)
         emit("weights loaded, awake", seconds=seconds, same_answers=answers(url) == before)
 
 
-def naps(emit: Emit, url: str, level: int, version: int, weights: Path, before: list[int], settings: Settings) -> int:
-    """Measure one sleep and wake of the engine; return the version of its weights afterwards.
+def load(url: str, place: Place, version: int) -> float:
+    """Load the weights as `version`; return the seconds."""
+    return call(url, "/weights", {"path": str(place.weights), "version": version, "wait_s": 10})[1]
+
+
+def nap(url: str, place: Place, level: int, version: int, look: Callable[[str], None]) -> dict[str, Any]:
+    """Let the engine sleep while the trainer takes the memory of its work, and wake it.
 
     Args:
-        level: vLLM's sleep level; 2 discards the weights, so that `weights` are loaded again.
-        version: version of the engine's weights before the sleep.
-        weights: file of the weights.
-        before: token ids of a greedy answer before any sleep; the answer after the wake is compared with it.
+        level: vLLM's sleep level; 2 discards the weights, so that they are loaded again.
+        version: version of the weights that are loaded.
+        look: called with each phase of a step (nemo_prorl.sizing.phases) while the GPU is in it.
+
+    Returns:
+        Seconds of each call, and the bytes that the sleep freed: 0 on a CPU, whose engine keeps its memory.
     """
-    (reply,), seconds = call(url, "/sleep", {"level": level, "wait_s": 10})
-    if not reply["frees_memory"]:
-        emit(f"sleep, level {level}", note="a CPU's engine keeps its memory; times are those of the protocol alone")
-    emit(f"sleep, level {level}", seconds=seconds, freed_bytes=reply["freed_bytes"])
-    free(emit, f"asleep, level {level}", settings)
-    if settings.cuda:  # allocate the freed memory
-        taken = torch.empty(int(0.9 * reply["freed_bytes"]), dtype=torch.uint8, device="cuda").fill_(1)
-        emit(f"taken by the trainer in its sleep, level {level}", taken_bytes=taken.numel())
-        del taken
-        torch.cuda.empty_cache()
-    _, seconds = call(url, "/wake", {"parts": ["weights"]})
-    emit(f"wake of the weights, level {level}", seconds=seconds)
-    if level == 2:
-        version += 1
-        _, seconds = call(url, "/weights", {"path": str(weights), "version": version, "wait_s": 10})
-        emit("weights loaded, KV cache asleep", seconds=seconds)
-    _, seconds = call(url, "/wake", {"parts": ["kv_cache"]})
-    emit(f"wake of the KV cache, level {level}", seconds=seconds, same_answers=answers(url) == before)
-    return version
+    (reply,), sleep_s = call(url, "/sleep", {"level": level, "wait_s": 10})
+    taken = place.memory.trainer_peak - place.memory.trainer_resident
+    trainer = torch.zeros(taken, dtype=torch.uint8, device=place.device)
+    look(ASLEEP)
+    del trainer
+    torch.cuda.empty_cache()
+    _, wake_s = call(url, "/wake", {"parts": ["weights"]})
+    load_s = load(url, place, version) if level == 2 else None
+    look(LOADING)
+    _, cache_s = call(url, "/wake", {"parts": ["kv_cache"]})
+    look(AWAKE)
+    return {
+        "sleep_s": sleep_s,
+        "wake_s": wake_s,
+        "load_s": load_s,
+        "cache_s": cache_s,
+        "freed_bytes": reply["freed_bytes"],
+    }

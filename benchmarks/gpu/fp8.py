@@ -3,7 +3,6 @@
 Each of WAYS runs in a separate process with its own actor.
 """
 
-import multiprocessing
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ def run(emit: Emit, settings: Settings) -> None:
         base_N: torch.Tensor | None = None
         failed: list[str] = []
         for way, overrides in WAYS.items():
-            found = in_a_process(settings, folder, overrides)
+            found = measured(settings, folder, overrides)
             if "error" in found:
                 emit(way, note=f"failed in {found['part']}: {found['error']}")
                 failed.append(way)
@@ -47,26 +46,20 @@ def run(emit: Emit, settings: Settings) -> None:
         raise RuntimeError(f"these ways of computing failed: {', '.join(failed)}")
 
 
-def in_a_process(settings: Settings, folder: Path, overrides: list[str]) -> dict[str, Any]:
-    """Run `measure` in a new process and return its results, or the error and the part in which it occurred."""
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="gpu-evidence-") as name:
-        file = Path(name) / "found.pt"
-        process = context.Process(target=measure, args=(settings, folder, overrides, file))
-        process.start()
-        process.join()
-        if file.is_file():
-            return dict(torch.load(file, weights_only=False))
-    return {"part": "its process", "error": f"it ended with status {process.exitcode}"}
+def measured(settings: Settings, folder: Path, overrides: list[str]) -> dict[str, Any]:
+    """Return the results of `measure`, or the error and the part in which it occurred."""
+    try:
+        return real.in_a_process(measure, settings, folder, overrides)
+    except RuntimeError as error:
+        return {"part": "its process", "error": str(error)}
 
 
-def measure(settings: Settings, folder: Path, overrides: list[str], file: Path) -> None:
-    """Write log-probabilities before and after updates with advantages of 0, and seconds, to `file`.
+def measure(settings: Settings, folder: Path, overrides: list[str]) -> dict[str, Any]:
+    """Return log-probabilities before and after updates with advantages of 0, and seconds.
 
     The seconds are medians, of an update and of a pass without gradients.  If a part of the work fails, the name of the
-    part and the error are written instead.
+    part and the error are returned instead.
     """
-    found: dict[str, Any] = {}
     part = "building the actor"
     try:
         actor, cfg = real.build(settings, folder, "model.optim.weight_decay=0.0", *overrides)
@@ -83,7 +76,7 @@ def measure(settings: Settings, folder: Path, overrides: list[str], file: Path) 
         update_s = seconds_of(lambda: update(batch), settings.device, repeats)[0]
         part = "the pass after updates"
         forward_s = seconds_of(lambda: actor.logprobs(batch), settings.device, repeats)[0]
-        found = {
+        return {
             "first_N": old_BT[batch.mask_BT],
             "later_N": actor.logprobs(batch)[0][batch.mask_BT],
             "forward_s": forward_s,
@@ -91,5 +84,4 @@ def measure(settings: Settings, folder: Path, overrides: list[str], file: Path) 
             "tokens_per_s": batch.tokens_BT.numel() / update_s,
         }
     except Exception as error:
-        found = {"part": part, "error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"}
-    torch.save(found, file)
+        return {"part": part, "error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"}

@@ -3,13 +3,10 @@
 The engine draws responses at the training temperature; the real actor computes the log-probabilities of their tokens.
 """
 
-import multiprocessing
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from gpu import real
 from gpu.common import Emit, Settings, require
@@ -40,7 +37,8 @@ def run(emit: Emit, settings: Settings) -> None:
                     emit(f"{way}, {head}", note="not measured: Transformer Engine is not installed here")
                     continue
                 overrides = [*overrides, f"trainer.grpo.float32_head={str(wide).lower()}"]
-                emit(f"{way}, {head}", **measured(settings, folder, overrides, drawn))
+                found = real.in_a_process(measure, settings, folder / "model", overrides, drawn)
+                emit(f"{way}, {head}", **found)
 
 
 def draw(url: str, number: int, settings: Settings) -> tuple[list[int], list[int], list[float]]:
@@ -51,30 +49,18 @@ def draw(url: str, number: int, settings: Settings) -> tuple[list[int], list[int
     return prompt, reply["token_ids"], reply["logprobs"]
 
 
-def measured(settings: Settings, folder: Path, overrides: list[str], drawn: list[Any]) -> dict[str, Any]:
-    context = multiprocessing.get_context("spawn")
-    file = folder / "gap.pt"
-    file.unlink(missing_ok=True)
-    process = context.Process(target=measure, args=(settings, folder / "model", overrides, drawn, file))
-    process.start()
-    process.join()
-    if not file.is_file():
-        raise RuntimeError(f"the actor's process ended with status {process.exitcode}")
-    return dict(torch.load(file, weights_only=False))
-
-
-def measure(settings: Settings, folder: Path, overrides: list[str], drawn: list[Any], file: Path) -> None:
+def measure(settings: Settings, folder: Path, overrides: list[str], drawn: list[Any]) -> dict[str, Any]:
+    """Return how far the actor's log-probabilities of the drawn responses are from the engine's."""
     from nemo_prorl.batch import Batch
 
     actor, _ = real.build(settings, folder, *overrides)
     batch = Batch.from_sequences([d[0] for d in drawn], [d[1] for d in drawn], [d[2] for d in drawn])
     logp_BT, _ = actor.logprobs(batch)
     gap_N = (logp_BT - batch.engine_logp_BT)[batch.mask_BT]
-    found = {
+    return {
         "tokens": gap_N.numel(),
         "mean_logp": float(logp_BT[batch.mask_BT].mean()),
         "mean_logp_gap": float(gap_N.abs().mean()),
         "largest_logp_gap": float(gap_N.abs().max()),
         "token_mult_prob_error": float(gap_N.abs().exp().mean()),
     }
-    torch.save(found, file)

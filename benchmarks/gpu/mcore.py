@@ -34,11 +34,9 @@ def run(emit: Emit, settings: Settings) -> None:
     if settings.cuda:
         memory = {"measured_bytes": torch.cuda.max_memory_allocated(), "planned_bytes": plan.get("trainer_peak")}
         emit("memory at most", **memory)
-        emit(
-            "before the first update",
-            measured_bytes=resident,
-            planned_bytes=plan.get("weights", 0) + plan.get("gradients", 0),
-        )
+        masters = plan.get("optimizer", 0) // 3  # Adam's two moments come with the first update
+        planned_bytes = plan.get("weights", 0) + plan.get("gradients", 0) + masters
+        emit("before the first update", measured_bytes=resident, planned_bytes=planned_bytes)
     for name, value in plan.items():
         emit(f"plan: {name}", planned_bytes=value)
 

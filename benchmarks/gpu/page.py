@@ -16,7 +16,7 @@ _NAMES = {
 
 
 def page(result: dict[str, Any]) -> str:
-    """Return the page: the machine, which sections ran or did not, then the rows of each section."""
+    """Return the page: the machine, which sections ran or did not, the gates, then the rows of each section."""
     machine = result["machine"]
     gpu = machine["gpu"]
     device = f"{gpu['name']}, {gpu['memory_bytes'] / 1e9:.1f} GB, CUDA {gpu['cuda']}" if gpu else "no GPU: the CPU"
@@ -29,11 +29,15 @@ def page(result: dict[str, Any]) -> str:
     if result["wheels"]:
         lines.append(f"- wheels brought along: {result['wheels']}")
     if result["small"]:
-        lines += ["", "**Tiny sizes in float32: this shows that the sections work, and no speed of anything.**"]
+        lines += ["", "**Tiny sizes: this shows that the sections work, and no speed of anything.**"]
     lines += ["", "| section | state | seconds | |", "|---|---|---|---|"]
     for section in result["sections"].values():
         why = section.get("reason") or (f"status {section['status']}" if section.get("status") else "")
         lines.append(f"| {section['title']} | {section['state']} | {section['seconds']} | {_cell(why)} |")
+    lines += ["", "## Gates", "", "Bounds for one H200 and the 1.5B model.", ""]
+    lines += ["| gate | value | bound | verdict |", "|---|---|---|---|"]
+    for row in result["gates"]:
+        lines.append("| " + " | ".join(_cell(row[key]) for key in ("gate", "text", "bound", "verdict")) + " |")
     for section in result["sections"].values():
         lines += ["", f"## {section['title']}", "", *_section(section)]
     return "\n".join(lines) + "\n"

@@ -6,7 +6,9 @@ nemo_prorl's own; a row says so.
 
 import importlib.util
 import json
+import multiprocessing
 import os
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,8 +20,16 @@ from gpu.common import Settings, require
 from gpu.publication import shapes
 
 CONTEXT = {False: 8192, True: 64}  # tokens of prompt and response, by Settings.small
+# Tokens of a micro-batch.  h100_4x8 has twice as many, which 80 GB hold only if 32 ranks share the optimizer.
+MICRO_BATCH = CONTEXT
 PROMPT = 16
 FINAL_NORM = 8.0  # scales logits to the size of trained models
+# A random model would end no response.  Here the first component of every embedding is EMBED, no layer writes to it,
+# and only the output weight of eos reads it, with factor STOP.  So each token of a response is its last with about the
+# same probability, 1 / MEAN_TOKENS at temperature 1.2.  STOP was computed from a sample of each model's states.
+EMBED, STOP = 0.5, {False: 22.4, True: 0.080}
+MEAN_TOKENS = {False: 1950, True: 20}
+EOS = 2
 
 
 def hf_config(settings: Settings) -> dict[str, Any]:
@@ -41,13 +51,17 @@ def hf_config(settings: Settings) -> dict[str, Any]:
         "hidden_act": "silu",
         "tie_word_embeddings": False,
         "bos_token_id": 1,
-        "eos_token_id": 2,
+        "eos_token_id": EOS,
         "torch_dtype": "bfloat16",
     }
 
 
-def write_model(folder: Path, settings: Settings) -> Path:
-    """Write a Hugging Face folder with random bfloat16 weights (seed 1) and a tokenizer; return the folder."""
+def write_model(folder: Path, settings: Settings, ends: bool = False) -> Path:
+    """Write a Hugging Face folder with random bfloat16 weights (seed 1) and a tokenizer; return the folder.
+
+    Args:
+        ends: let the model end its responses, after MEAN_TOKENS tokens on average.
+    """
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True)
@@ -60,18 +74,31 @@ def write_model(folder: Path, settings: Settings) -> Path:
         return (0.02 * torch.randn(shape, generator=generator)).bfloat16()
 
     tensors = {name: value(name, shape) for name, shape in shapes(settings.small)}
+    if ends:
+        _let_responses_end(tensors, STOP[settings.small])
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    _write_tokenizer(folder)
+    _write_tokenizer(folder, hf_config(settings)["vocab_size"])
     return folder
 
 
-def _write_tokenizer(folder: Path) -> None:
-    """Write a tokenizer of four words, which NeMo requires; no text is encoded or decoded here."""
-    from tokenizers import Tokenizer, models
+def _let_responses_end(tensors: dict[str, torch.Tensor], stop: float) -> None:
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor[0] = 0.0
+    tensors["model.embed_tokens.weight"][:, 0] = EMBED
+    head = tensors["lm_head.weight"]
+    head[:, 0] = head[EOS] = 0.0
+    head[EOS, 0] = stop
+
+
+def _write_tokenizer(folder: Path, words: int) -> None:
+    """Write a tokenizer that has a word `tN` for each token N."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = {word: i for i, word in enumerate(("<pad>", "<bos>", "<eos>", "a"))}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    ids = {word: i for i, word in enumerate(("<pad>", "<bos>", "<eos>", *(f"t{i}" for i in range(3, words))))}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>"
     ).save_pretrained(folder)
@@ -92,10 +119,8 @@ def layers() -> str:
     return "a stand-in for Transformer Engine: no number of it means anything" if stand_in else "Transformer Engine"
 
 
-def config(settings: Settings, folder: Path, *overrides: str) -> Any:
-    """Return the configuration of `cluster=h100_4x8` on one rank, for the model in `folder`."""
-    from nemo_prorl.settings import load
-
+def overrides(settings: Settings, folder: Path) -> list[str]:
+    """Return the overrides that make `cluster=h100_4x8` a configuration of one rank, for the model in `folder`."""
     here = [
         "cluster=h100_4x8",
         f"pretrained_checkpoint.restore_from_path={folder}",
@@ -104,21 +129,35 @@ def config(settings: Settings, folder: Path, *overrides: str) -> Any:
         "rollout.engines=1",
         "model.fp8=null",
         f"trainer.grpo.context_tokens={CONTEXT[settings.small]}",
+        f"model.micro_batch_tokens={MICRO_BATCH[settings.small]}",
         "data.max_prompt_tokens=null",
     ]
     if not has_transformer_engine():
-        here += ["model.transformer_engine=false"]
+        # The plan then counts attention scores.  nemo_prorl's own layers keep none, so no GPU is refused for them.
+        here += ["model.transformer_engine=false", "rollout.device_memory_gb=150"]
     if importlib.util.find_spec("apex") is None:
         here += ["model.gradient_accumulation_fusion=false", "model.masked_softmax_fusion=false"]
         here += ["model.persist_layer_norm=false", "model.bias_dropout_add_fusion=false"]
     if not settings.cuda:
         here += ["model.use_cpu_initialization=true", "trainer.accelerator=cpu"]
-    return load([*here, *overrides])
+    return here
 
 
-def build(settings: Settings, folder: Path, *overrides: str) -> tuple[Any, Any]:
-    """Return the actor and its configuration.  Raises Skipped if NeMo-Aligner or Megatron-Core is not installed."""
+def config(settings: Settings, folder: Path, *more: str) -> Any:
+    """Return the checked configuration with `overrides`, and `more` of them."""
+    from nemo_prorl.settings import load
+
+    return load([*overrides(settings, folder), *more])
+
+
+def build(settings: Settings, folder: Path, *more: str) -> tuple[Any, Any]:
+    """Return the actor and its configuration.  Raises Skipped if NeMo-Aligner or Megatron-Core is not installed.
+
+    Args:
+        more: overrides; with `deterministic=true` this process computes as the ranks of such a run do.
+    """
     require("megatron.core", "nemo", "nemo_aligner")
+    from nemo_prorl.launcher.determinism import variables_of_ranks
     from nemo_prorl.launcher.processes import free_port
     from nemo_prorl.policy.build import build_actor
     from nemo_prorl.policy.cpu import shims as cpu
@@ -136,12 +175,38 @@ def build(settings: Settings, folder: Path, *overrides: str) -> tuple[Any, Any]:
     os.environ.setdefault("NVIDIA_PYTORCH_VERSION", "25.01")  # NeMo reads it; only NVIDIA's image sets it
     if settings.cuda and not has_transformer_engine():
         cpu.without_apex_and_te()
-    cfg = config(settings, folder, *overrides)
+    cfg = config(settings, folder, *more)
+    os.environ |= variables_of_ranks(cfg)
+    if cfg.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=settings.cuda)
     return build_actor(cfg, folder).actor, cfg
 
 
-def batch(settings: Settings, responses: int) -> Any:
-    """Return a batch of random responses that fill the context, with advantages 1 and -1 and token weights of 1."""
+def in_a_process(work: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+    """Return the result of `work` from a new process, at whose end the memory of the GPU is free.
+
+    Raises RuntimeError if the process ends without a result.
+    """
+    with tempfile.TemporaryDirectory(prefix="gpu-evidence-") as name:
+        file = Path(name) / "found.pt"
+        process = multiprocessing.get_context("spawn").Process(target=_keep, args=(file, work, arguments))
+        process.start()
+        process.join()
+        if not file.is_file():
+            raise RuntimeError(f"its process ended with status {process.exitcode}")
+        return dict(torch.load(file, weights_only=False))
+
+
+def _keep(file: Path, work: Callable[..., dict[str, Any]], arguments: tuple[Any, ...]) -> None:
+    torch.save(work(*arguments), file)
+
+
+def batch(settings: Settings, responses: int, width: int | None = None) -> Any:
+    """Return a batch of random responses with advantages 1 and -1 and token weights of 1.
+
+    Args:
+        width: tokens of prompt and response; None: as many as the context has.
+    """
     from nemo_prorl.batch import Batch
 
     words = hf_config(settings)["vocab_size"]
@@ -150,7 +215,7 @@ def batch(settings: Settings, responses: int) -> Any:
     def tokens(count: int) -> list[int]:
         return list(torch.randint(3, words, (count,), generator=generator).tolist())
 
-    size = CONTEXT[settings.small] - PROMPT
+    size = (width or CONTEXT[settings.small]) - PROMPT
     made = Batch.from_sequences(
         [tokens(PROMPT) for _ in range(responses)],
         [tokens(size) for _ in range(responses)],

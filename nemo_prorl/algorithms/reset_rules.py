@@ -6,7 +6,8 @@ also watches entropy, length and missing eos (sec. 4.2); the rules on these only
 
 A rule sees one line of metrics.jsonl at a time.  A reset discards all earlier measurements.  For `cooldown_steps` after
 the start of a run and after each reset, no rule asks for a reset.  After a finding, the rule makes no finding on the
-same metric for `cooldown_steps` (the plateau rule: for `plateau_steps`); other rules are not affected.
+same metric for `cooldown_steps` (the plateau rule: for `plateau_steps`; rules that only advise: until the run, or the
+time since its last reset, is twice as long); other rules are not affected.
 
 Noise.  A plateau's is that of the residuals about a line.  For drops and KL, the standard deviation of one measurement
 is its recorded standard error, or it is estimated as the standard deviation of successive differences over sqrt(2), in
@@ -157,8 +158,14 @@ def decide(history: History, rules: ResetRulesConfig) -> list[Finding]:
 
 def _silent(finding: Finding, history: History, rules: ResetRulesConfig) -> bool:
     told = history.told.get(f"{finding.rule} {finding.subject}")
-    pause = max(rules.cooldown_steps, rules.plateau_steps) if finding.rule == "plateau" else rules.cooldown_steps
-    return told is not None and history.step - told < pause
+    if told is None:
+        return False
+    pause = rules.cooldown_steps
+    if finding.rule == "plateau":
+        pause = max(pause, rules.plateau_steps)
+    elif finding.rule in ADVISING:  # a state that lasts is told at twice, four times, eight times its first step
+        pause = max(pause, told - (history.began or 0 if history.last_reset is None else history.last_reset))
+    return history.step - told < pause
 
 
 def replay(

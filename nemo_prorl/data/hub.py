@@ -100,13 +100,13 @@ def _fetched(
     kind: str, repo: str, patterns: Sequence[str], revision: str | None, option: str, instead: str
 ) -> tuple[Path, str]:
     """Download the matching files of a `dataset` or `model` into the hub's cache; return (folder, commit)."""
-    named = "data set" if kind == "dataset" else kind
     try:
         from huggingface_hub import HfApi, constants, snapshot_download
         from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
     except ImportError as error:
         raise UnfitMachine(f"{option} needs the package huggingface_hub ({error}): install it, or {instead}") from error
     constants.HF_HUB_DOWNLOAD_TIMEOUT = int(_TIMEOUT_S)
+    named = "data set" if kind == "dataset" else kind
     info: Callable[..., Any] = getattr(HfApi(), f"{kind}_info")
     try:
         # A data set's commit needs no question to the hub: cached files are found without network access, too.

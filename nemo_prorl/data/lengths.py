@@ -203,9 +203,8 @@ class PromptLengths:
 
     def _key(self, records: Sequence[Record]) -> str:
         digest = hashlib.sha256(json.dumps([self._model, self._data.prompt, self._data.system]).encode())
-        for start in range(0, len(records), 10_000):
-            prompts = [record["prompt"] for record in records[start : start + 10_000]]
-            digest.update(json.dumps(prompts, sort_keys=True).encode())
+        for record in records:
+            digest.update(json.dumps(record["prompt"], sort_keys=True).encode())
         return digest.hexdigest()
 
     @cached_property
@@ -253,6 +252,6 @@ def _write(folder: Path, name: str, stem: str, content: dict[str, Any]) -> bool:
             old.unlink(missing_ok=True)
     except OSError:
         with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+            temporary.unlink()
         return False
     return True

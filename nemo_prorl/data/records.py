@@ -196,7 +196,7 @@ def _check(value: Any, kind: Any, where: str, field: str) -> None:
     try:
         _adapter(kind).validate_python([value])
     except ValidationError as error:
-        fault, *others = error.errors(include_url=False)
+        fault, *others = error.errors()
     else:
         return
     name, found = field, value

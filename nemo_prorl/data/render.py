@@ -135,7 +135,7 @@ class PromptRenderer:
 
     def opened_thought(self, prompt_ids: Sequence[int]) -> str:
         """Return the `<think>` at the end of a rendered prompt, or an empty string."""
-        return opened_thought(self._tokenizer.decode(list(prompt_ids[-_TAIL:]), clean_up_tokenization_spaces=False))
+        return opened_thought(self._tokenizer.decode(list(prompt_ids[-_TAIL:])))
 
     def judged_text(self, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> str:
         """Return the response as verifiers get it: with `<think>` before it if the prompt ends in `<think>`."""

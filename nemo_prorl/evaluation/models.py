@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_prorl.errors import ConfigError
-from nemo_prorl.lifecycle.retention import complete
+from nemo_prorl.lifecycle.retention import complete, read_state
 from nemo_prorl.lifecycle.stages import chosen_checkpoint
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def open_model(path: Path, out: Path, which: str) -> Model:
     kind, folder = find(path, which)
     step = None
     if kind != "hf":
-        step = json.loads((folder / "state.json").read_text())["step"]
+        step = read_state(folder)["step"]
         folder = _exported(folder, out / "model")
     weights = weights_sha256(folder)
     source = path.resolve()

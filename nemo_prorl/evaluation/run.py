@@ -25,6 +25,7 @@ from nemo_prorl.evaluation.store import Store
 from nemo_prorl.launcher.run_data import plain
 from nemo_prorl.lifecycle.records import write_json
 from nemo_prorl.rewards.discovery import Registry, discover, make_plugin
+from nemo_prorl.rewards.functions import settings_of
 from nemo_prorl.rewards.interface import Verdict
 from nemo_prorl.sizing.memory_check import check_memory
 
@@ -98,13 +99,15 @@ def evaluate(options: EvaluationOptions) -> EvaluationResults:
 def configuration(options: EvaluationOptions, folder: Path | None) -> DictConfig:
     """Return the configuration of a run on this machine alone.
 
-    The evaluation uses the settings of the run's engines, reward server and deadlines.
+    The evaluation uses the settings of the run's engines, reward server and deadlines; reward functions of the run
+    whose model it is are known, too.
     `folder`: the model's Hugging Face folder, or None for an endpoint or a checkpoint that is not exported yet.
     """
     model = "null" if folder is None else "'" + str(folder.resolve()).replace("'", "\\'") + "'"
     has_cluster = any(word.startswith("cluster=") for word in options.overrides)
     base = [*([] if has_cluster else ["cluster=laptop"]), f"pretrained_checkpoint.restore_from_path={model}"]
     cfg = settings.load([*base, *options.overrides])
+    cfg.rewards.functions = {**_functions_of(options.model), **plain(cfg.rewards.functions)}
     engines = options.engines or max(1, cfg.rollout.engines // cfg.trainer.num_nodes)
     cfg.trainer.num_nodes, cfg.rollout.engines = 1, engines
     return cfg
@@ -119,11 +122,21 @@ def _check_tasks(known: Registry, benchmarks: Sequence[Benchmark]) -> None:
             raise ConfigError(f"{one.file or one.name}: task is {one.task!r}: {error}") from None
 
 
+def _functions_of(model: str) -> dict[str, str]:
+    """Return the reward functions of the run to which the model belongs; none if it is no run and no checkpoint."""
+    path = Path(model).absolute()
+    file = (path.parent.parent if (path / "state.json").is_file() else path) / "config.yaml"
+    if models.is_url(model) or not file.is_file():
+        return {}
+    found: dict[str, str] = plain(settings.read_config(file).rewards.functions)
+    return found
+
+
 def _check_rewards(cfg: DictConfig, known: Registry, records: Sequence[Mapping[str, Any]]) -> None:
     """Let the reward plugins validate the truth of every record, and try the sandbox if a plugin needs it."""
     from nemo_prorl.rewards.service import check_sandbox
 
-    configured = plain(cfg.rewards.plugins)
+    configured = settings_of(plain(cfg.rewards))
     classes = {task: known.plugin_of_task(task) for task in sorted({record["task"] for record in records})}
     plugins = {task: make_plugin(one, configured.get(one.name)) for task, one in classes.items()}
     for record in records:

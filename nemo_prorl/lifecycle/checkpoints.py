@@ -6,6 +6,7 @@ call the methods of `Checkpoints` together, except `drain`.
 """
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -15,6 +16,7 @@ from typing import Any, Literal, Protocol, TypedDict
 from nemo_prorl import __version__
 from nemo_prorl.algorithms.reset_rules import policy_scores
 from nemo_prorl.config import Config
+from nemo_prorl.errors import DAMAGED, DamagedCheckpoint
 from nemo_prorl.leader import Leader, LeaderOnly
 from nemo_prorl.lifecycle import retention
 from nemo_prorl.lifecycle.records import Records, code_sha256
@@ -113,9 +115,18 @@ class Checkpoints:
         return found[-1] if found else None
 
     def resume(self, folder: Path) -> None:
-        """Load the policy and all parts.  The run continues exactly as without the interruption."""
-        retention.check_continuable(folder)
-        state = self._policy.load(folder)
+        """Load the policy and all parts.  The run continues exactly as without the interruption.
+
+        Raises CheckpointError.  In a Slurm job, which nobody watches, a damaged checkpoint is set aside first: the
+        job's next attempt continues from the one before.
+        """
+        try:
+            retention.check_continuable(folder)
+            state = self._policy.load(folder)
+        except DamagedCheckpoint:
+            if "SLURM_JOB_ID" in os.environ and retention.set_aside(folder):
+                _log.error("%s is damaged; it is now %s%s", folder, folder.name, DAMAGED)
+            raise
         for name, part in self._parts.items():
             part.load_state_dict(state[name])
         self._saved = self._key(state["step"])
@@ -129,6 +140,11 @@ class Checkpoints:
                 self._records.alarm(
                     state["step"], f"{file} was changed after the checkpoint: later rewards follow another rule"
                 )
+
+    def tell_damaged(self, step: int) -> None:
+        """Alarm for each checkpoint of a step after `step` that was set aside: the run computes its steps again."""
+        for path in self._disk.call(partial(retention.damaged_after, step=step)):
+            self._records.alarm(step, f"{path} was damaged; the run goes on from the checkpoint of step {step}")
 
     def load_all(self, folder: Path) -> dict[str, Any]:
         """Load policy, reference and optimizer from any run's checkpoint; return its state.json."""

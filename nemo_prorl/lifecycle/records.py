@@ -55,14 +55,16 @@ class Records:
     Each checkpoint stores the length of metrics.jsonl; a resume removes the lines of later steps from the file.
     """
 
-    def __init__(self, cfg: Config, run_dir: Path, writes: bool, loggers: Iterable[Any] = ()) -> None:
+    def __init__(self, cfg: Config, run_dir: Path, writes: bool, loggers: Iterable[Any] = (), devices: int = 1) -> None:
         """Open the records of a run.
 
         Args:
             writes: whether this rank writes the files; True on rank 0 only.
             loggers: Lightning loggers, which also get the metrics of each step.
+            devices: number of devices of the run, by which its speed is divided.
         """
         self.dir, self._cfg, self._writes, self._loggers = run_dir, cfg, writes, list(loggers)
+        self._devices = devices
         self._journal, self._metrics = Journal(run_dir, writes), run_dir / "metrics.jsonl"
         if writes:
             self._metrics.touch()
@@ -81,9 +83,12 @@ class Records:
             self.event("alarm", step, what=what)
 
     def log(self, metrics: Metrics) -> None:
-        """Add `time/step`, the sum of the step's phases, and `system/*`; write the step's line of metrics.jsonl."""
+        """Write the step's line of metrics.jsonl: `time/step`, the sum of its phases, its speed, and `system/*`."""
         seconds = sum(v for k, v in metrics.as_json().items() if k.startswith("time/") and k.count("/") == 1)
         metrics.put("time/step", seconds)
+        if "time/updates/tokens" in metrics:
+            rate = metrics["time/updates/tokens"] / max(seconds, 1e-9)
+            metrics.put("time/step/tokens_per_s_per_device", rate / self._devices)
         if not self._writes:
             return
         nodes = newest(self.dir / "endpoints")
@@ -120,6 +125,11 @@ class Records:
         if self._writes and most != 0:
             first = sorted([*groups, *dropped], key=lambda group: group.draw_index)[: None if most < 0 else most]
             write_rollouts(self.dir, step, first, {group.draw_index for group in groups}, judged_text)
+
+    def stored_responses(self, step: int) -> list[dict[str, Any]]:
+        """Return the lines of rollouts/step-N.jsonl; an empty list if the step has none, and on ranks other than 0."""
+        file = self.dir / "rollouts" / f"step-{step}.jsonl"
+        return _objects(file.read_bytes()) if self._writes and file.is_file() else []
 
     def disagreements(self, step: int, found: Sequence[dict[str, Any]]) -> None:
         """Write the responses of a step on which a second verifier disagrees; a repeated step replaces its file."""

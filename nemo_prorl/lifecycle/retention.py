@@ -4,8 +4,10 @@ step-000040          complete
 step-000040.tmp      being written, or left by a killed process: never loaded
 step-000040.old      complete; removed once its replacement exists, otherwise `clean` renames it
 step-000040.trash    being removed: never loaded
+step-000040.damaged  set aside by a user or a job: never loaded, never removed
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -16,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nemo_prorl import __version__
-from nemo_prorl.errors import CheckpointError
+from nemo_prorl.errors import DAMAGED, CheckpointError, DamagedCheckpoint, json_fault
 from nemo_prorl.lifecycle.killpoints import killpoint
 
 _log = logging.getLogger(__name__)
@@ -58,11 +60,16 @@ def check_format(folder: Path, state: Mapping[str, Any]) -> None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Return state.json of a checkpoint.  Raises CheckpointError if this code cannot continue it."""
+    """Return state.json of a checkpoint.
+
+    Raises CheckpointError if this code cannot continue it, DamagedCheckpoint if the file cannot be read.
+    """
     try:
         state: dict[str, Any] = json.loads((folder / "state.json").read_text())
+    except FileNotFoundError as e:
+        raise CheckpointError(f"{folder} is not a complete checkpoint: it has no state.json") from e
     except (OSError, ValueError) as e:
-        raise CheckpointError(f"{folder} is not a complete checkpoint: {e}") from e
+        raise DamagedCheckpoint(folder, f"{folder / 'state.json'} cannot be read: {json_fault(e)}") from e
     check_format(folder, state)
     return state
 
@@ -161,6 +168,23 @@ def clean(checkpoints: Path) -> None:
             os.replace(folder, folder.with_suffix(""))
         elif folder.suffix in (TEMPORARY, TRASH, OLD):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def set_aside(folder: Path) -> bool:
+    """Rename a damaged checkpoint, if a complete one is before it; return whether it is set aside.
+
+    Several processes may call this: the first one renames.
+    """
+    if folder.is_dir() and complete(folder.parent)[:1] in ([], [folder]):
+        return False
+    with contextlib.suppress(FileNotFoundError):
+        os.replace(folder, f"{folder}{DAMAGED}")
+    return True
+
+
+def damaged_after(checkpoints: Path, step: int) -> list[Path]:
+    """Return the checkpoints of later steps that were set aside."""
+    return sorted(path for path in checkpoints.glob(f"step-*{DAMAGED}") if step_of(path.with_suffix("")) > step)
 
 
 def put_in_place(temporary: Path, folder: Path) -> None:

@@ -1,20 +1,25 @@
 """The command `prorl convert`: another trainer's configuration as overrides of this project."""
 
 import argparse
+import re
 import shlex
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from nemo_prorl.errors import ConfigError
+from nemo_prorl.migration.converted import Converted
 from nemo_prorl.migration.files import read
 from nemo_prorl.migration.names import TITLES, looks_like
-from nemo_prorl.migration.rules import Converted, convert
+from nemo_prorl.migration.rules import convert
+
+_PLAIN = re.compile(r"[\w/\-+.%@?]+")  # what Hydra's overrides accept without quotation marks
 
 
 def add_parser(commands: Any) -> None:
     """Add `convert` to the main command line."""
-    text = "print another trainer's configuration as overrides, and what has no counterpart"
+    text = "print another trainer's configuration as overrides, and what differs; exit code 2 if a value is missing"
     parser = commands.add_parser("convert", help=text, description=text)
     parser.add_argument("trainer", choices=list(TITLES), help="trainer that FILE configures")
     parser.add_argument(
@@ -35,25 +40,40 @@ def run(args: argparse.Namespace) -> int:
     if len(made.left) == len(given):
         raise ConfigError(f"{args.file}: expected settings of {TITLES[args.trainer]}; got only unknown settings")
     sys.stdout.write(text(made, TITLES[args.trainer]))
-    return 0
+    return 2 if made.unknown else 0
 
 
 def text(made: Converted, title: str) -> str:
-    """Return a shell command with the overrides, then, as comments, the notes and the settings without a counterpart.
+    """Return a shell command with the overrides, then, as comments, what the user must know.
 
     Args:
         title: name of the other trainer for the user, such as `NeMo-RL`.
     """
     words = [shlex.quote(f"{key}={_value(value)}") for key, value in sorted(made.overrides.items())]
     lines = [" \\\n    ".join(["prorl train cluster=h100_4x8", *words])]
+    lines += _section("set this yourself:", [f"{key}: {why}" for key, why in made.unknown.items()])
+    lines += _section(f"not the same as in {title}:", made.differs)
     lines += [f"# {note}" for note in made.notes]
-    if made.left:
-        lines.append(f"# {title}'s settings without a counterpart here:")
-        lines += [f"#   {key}={_value(value)}" for key, value in sorted(made.left.items())]
+    if made.needless:
+        lines.append(f"# no override needed: {', '.join(made.needless)}")
+    lines += _section(
+        f"{title}'s settings without a counterpart here:", [f"{key}={made.left[key]}" for key in sorted(made.left)]
+    )
     return "\n".join(lines) + "\n"
 
 
+def _section(title: str, items: Iterable[str]) -> list[str]:
+    lines = [f"#   {' '.join(item.split())}" for item in items]  # one line each: a line without # would be a command
+    return [f"# {title}", *lines] if lines else []
+
+
 def _value(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    """Return a value in the syntax of Hydra's overrides."""
+    if isinstance(value, list):
+        return f"[{','.join(map(_value, value))}]"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, float):
+        return f"{value:g}" if float(f"{value:g}") == value else repr(value)
+    text = str(value)
+    return text if _PLAIN.fullmatch(text) else "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -4,7 +4,6 @@ import ast
 import copy
 import operator
 import re
-import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -12,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from nemo_prorl.errors import ConfigError
+from nemo_prorl.migration.shell import Expression, of_shell
 
-_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
-_VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)")
 _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -24,20 +24,17 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
 }
-
-
-class Expression(str):
-    """The source text of a setting that only the other trainer's program can compute."""
+BASE = "defaults"  # key with the name of a file that a YAML file of NeMo-RL is based on
 
 
 def read(path: Path) -> dict[str, Any]:
     """Return {dotted key: value} of a file; raises ConfigError if the file cannot be read or has no setting."""
     try:
-        text = path.read_text(encoding="utf-8")
         if path.suffix in (".yaml", ".yml", ".json"):
-            found = dict(_leaves(yaml.safe_load(text)))
+            found = dict(_leaves(_tree(path)))
         else:
-            found = dict(_of_python(text) if path.suffix == ".py" else _of_shell(text))
+            text = path.read_text(encoding="utf-8")
+            found = dict(_of_python(text) if path.suffix == ".py" else of_shell(text))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, SyntaxError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     if not found:
@@ -45,26 +42,59 @@ def read(path: Path) -> dict[str, Any]:
             f"{path}: expected a configuration: YAML, JSON, a shell script with the command of the trainer, or Python"
             " with a GRPOConfig(...); got a file without any setting"
         )
-    return found
+    return {key: _number(value) for key, value in found.items()}
 
 
-def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value); a reference such as ${a.b} becomes the value of the key a.b in the file."""
-    flat = dict(_plain_leaves(tree, prefix))
-    for key, value in flat.items():
-        for _ in range(5):  # a reference to a reference
-            match = re.fullmatch(r"\$\{([\w.]+)\}", value) if isinstance(value, str) else None
-            value = flat.get(match[1], value) if match else value
-        if not (isinstance(value, str) and "${" in value):
-            yield key, value
+def _number(value: Any) -> Any:
+    """Return a number for a text such as 1e-6, which is no number in YAML 1.1; any other value as it is."""
+    if isinstance(value, list):
+        return [_number(item) for item in value]
+    is_text = isinstance(value, str) and not isinstance(value, Expression)
+    return float(value) if is_text and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", value) else value
 
 
-def _plain_leaves(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from _plain_leaves(value, f"{prefix}.{key}" if prefix else str(key))
-    elif prefix:
-        yield prefix, tree
+def _tree(path: Path) -> dict[str, Any]:
+    """Return the mapping of a YAML file over those of the files that its key `defaults` names, if these exist."""
+    tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not isinstance(tree, dict):
+        return {}
+    bases = tree.get(BASE)
+    for base in [bases] if isinstance(bases, str) else bases if isinstance(bases, list) else []:
+        if isinstance(base, str) and (path.parent / base).is_file():
+            tree.pop(BASE)
+            tree = _merged(_tree(path.parent / base), tree)
+    return tree
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    both = {key: _merged(below[key], value) for key, value in above.items() if _are_mappings(below.get(key), value)}
+    return below | above | both
+
+
+def _are_mappings(*values: Any) -> bool:
+    return all(isinstance(value, dict) for value in values)
+
+
+def _leaves(tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value); references such as ${a.b} are resolved, or the value is an `Expression`."""
+    if not OmegaConf.has_resolver("mul"):  # NeMo-RL's
+        OmegaConf.register_new_resolver("mul", lambda a, b: a * b)
+    whole = OmegaConf.create(tree)
+
+    def below(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+        for key in node:
+            name = f"{prefix}{key}"
+            try:
+                value = node[key]
+            except OmegaConfBaseException:
+                raw: Any = OmegaConf.to_container(node)
+                value = Expression(raw[key])
+            if isinstance(value, DictConfig):
+                yield from below(value, f"{name}.")
+            else:
+                yield name, OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+
+    yield from below(whole, "")
 
 
 def _of_python(text: str) -> Iterator[tuple[str, Any]]:
@@ -119,40 +149,3 @@ class _Fold(ast.NodeTransformer):
             with suppress(ArithmeticError):
                 return ast.Constant(_ARITHMETIC[type(node.op)](left, right))
         return node
-
-
-def _of_shell(text: str) -> Iterator[tuple[str, Any]]:
-    """Yield (key, value) of each `key=value` and `--key value` of all commands; the script's variables are replaced."""
-    variables: dict[str, str] = {}
-    for line in text.replace("\\\n", " ").splitlines():
-        try:
-            words = shlex.split(line, comments=True)
-        except ValueError:
-            continue  # a quotation over several lines
-        words = [_VARIABLE.sub(lambda m: variables.get(m[1] or m[3], m[2] or m[0]), word) for word in words]
-        words = words[1:] if words[:1] in (["export"], ["declare"]) else words
-        if words and all(_ASSIGNMENT.match(word) for word in words):
-            variables.update(word.split("=", 1) for word in words)  # type: ignore[misc]
-        else:
-            yield from _of_words(words)
-
-
-def _of_words(words: list[str]) -> Iterator[tuple[str, Any]]:
-    flag: str | None = None
-    values: list[str] = []
-    for word in [*words, "--"]:
-        if not word.startswith("--"):
-            if flag is not None:
-                values.append(word)
-            elif "=" in word and "." in word.split("=")[0]:
-                key, _, value = word.partition("=")
-                yield key.lstrip("+~"), yaml.safe_load(value)
-            continue
-        if flag is not None:
-            yield flag, [yaml.safe_load(value) for value in values] if len(values) > 1 else _only(values)
-        name, equals, value = word[2:].partition("=")
-        flag, values = name.replace("-", "_") or None, [value] if equals else []
-
-
-def _only(values: list[str]) -> Any:
-    return yaml.safe_load(values[0]) if values else True

@@ -4,6 +4,7 @@ import functools
 from collections import Counter
 from collections.abc import Iterable
 from importlib.resources import files
+from typing import Any
 
 import yaml
 
@@ -38,10 +39,19 @@ _MORE = {  # short and common forms
 
 
 @functools.cache
+def table(trainer: str) -> dict[str, Any]:
+    """Return the table of a trainer: `keys`, `derived`, `defaults`, `aliases`, `neutral`, `ignored` and `source`."""
+    found: dict[str, Any] = yaml.safe_load((files(__package__) / f"{trainer}.yaml").read_text(encoding="utf-8"))
+    return {"aliases": {}, **found}
+
+
+@functools.cache
 def names() -> dict[str, dict[str, str]]:
-    """Return {trainer: {key of that trainer: key of this project}}."""
-    text = (files(__package__) / "names.yaml").read_text(encoding="utf-8")
-    found: dict[str, dict[str, str]] = yaml.safe_load(text)
+    """Return {trainer: {key of that trainer: key of this project}}, older names of its keys included."""
+    found = {}
+    for trainer in TITLES:
+        keys = table(trainer)["keys"] | table(trainer)["derived"]
+        found[trainer] = keys | {old: keys[new] for old, new in table(trainer)["aliases"].items() if new in keys}
     return found
 
 

@@ -35,12 +35,13 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.dist_checkpointing.validation import StrictHandling
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as torch_distributed_save
 
 from nemo_prorl import device
 from nemo_prorl.deadlines import Deadline
-from nemo_prorl.errors import CheckpointError
+from nemo_prorl.errors import CheckpointError, DamagedCheckpoint
 from nemo_prorl.lifecycle.killpoints import killpoint
 from nemo_prorl.lifecycle.retention import FORMAT, TEMPORARY, put_in_place, read_state
 from nemo_prorl.policy.actor import Actor, load_optimizer
@@ -96,16 +97,26 @@ def _load_weights(actor: Actor, folder: Path, prefix: str = "") -> None:
     dict_list_map_inplace(_to_be_read, state)
     if prefix:
         add_prefix_for_sharding(state, prefix)
-    found = dist_checkpointing.load({"weights": state}, str(folder), strict=StrictHandling.IGNORE_ALL)
+    found = _read_tensors({"weights": state}, folder, strict=StrictHandling.IGNORE_ALL)
     _load_module(actor, found["weights"])  # raises CheckpointError for a missing parameter, which `load` ignored
     actor.version += 1
+
+
+def _read_tensors(state: dict[str, Any], folder: Path, **options: Any) -> dict[str, Any]:
+    """Return the content of a checkpoint for a sharded state.  Raises DamagedCheckpoint if a file cannot be read."""
+    try:
+        found: dict[str, Any] = dist_checkpointing.load(state, str(folder), **options)
+    except (CheckpointException, OSError) as error:  # torch raises the first on all ranks
+        why = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        raise DamagedCheckpoint(folder, f"{folder}: its tensors cannot be read: {_with_type(why)}") from error
+    return found
 
 
 def _load_optimizer(actor: Actor, folder: Path) -> None:
     """Load Adam's moments, master weights and step count; keep this run's settings, such as the learning rate."""
     state = _sharded_optimizer(actor, _sharded_model(actor, scales=False))
     dict_list_map_inplace(_to_be_read, state)
-    found = dist_checkpointing.load({"optimizer": state}, str(folder))["optimizer"]
+    found = _read_tensors({"optimizer": state}, folder)["optimizer"]
     step = int(found["optimizer"]["param_groups"][0]["step"])  # a float from torch's AdamW, an int from other Adams
     load_optimizer(actor, found["param_state"], step)
 
@@ -386,9 +397,10 @@ def _read_checked_state(folder: Path) -> dict[str, Any]:
 def _check(folder: Path, state: dict[str, Any], **found: str) -> None:
     for name, sha256 in found.items():
         if sha256 != state[f"{name}_sha256"]:
-            raise CheckpointError(
+            raise DamagedCheckpoint(
+                folder,
                 f"{folder}: the {name} policy was changed after the save: expected sha256 {state[f'{name}_sha256']};"
-                f" got {sha256}"
+                f" got {sha256}",
             )
 
 

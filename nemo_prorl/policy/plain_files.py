@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from nemo_prorl.errors import CheckpointError
+from nemo_prorl.errors import CheckpointError, DamagedCheckpoint
 
 _CURE = "Continue from a checkpoint that prorl wrote and nobody changed"
 _METADATA = {  # module: the names that torch's metadata of a distributed checkpoint uses; dtypes are allowed, too
@@ -90,6 +90,6 @@ def _refused(file: Path, expected: str, error: Exception) -> CheckpointError:
     return CheckpointError(f"{file} was refused: expected {expected}, but {why}. {_CURE}")
 
 
-def _unreadable(file: Path, error: Exception) -> CheckpointError:
+def _unreadable(file: Path, error: Exception) -> DamagedCheckpoint:
     why = (str(error).splitlines() or [""])[0]
-    return CheckpointError(f"{file} cannot be read: it is missing, truncated or damaged ({why}). {_CURE}")
+    return DamagedCheckpoint(file.parent, f"{file} cannot be read: it is missing, truncated or damaged ({why})")

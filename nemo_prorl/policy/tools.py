@@ -15,9 +15,9 @@ from pathlib import Path
 from torch import Tensor
 
 from nemo_prorl import settings
-from nemo_prorl.errors import CheckpointError, ConfigError
+from nemo_prorl.errors import ConfigError, DamagedCheckpoint
 from nemo_prorl.lifecycle.checkpoints import ImportedState
-from nemo_prorl.lifecycle.retention import FORMAT, OLD, TEMPORARY, TRASH, check_format, complete
+from nemo_prorl.lifecycle.retention import FORMAT, OLD, TEMPORARY, TRASH, complete, read_state
 from nemo_prorl.lifecycle.stages import chosen_checkpoint
 from nemo_prorl.policy.import_export import read_policy, write_policy
 from nemo_prorl.policy.weights import Digests, HFFolder, copy_without_weights, dtype_of, write_hf_folder
@@ -73,15 +73,15 @@ def export_hf(checkpoint_dir: Path, out: Path, which: str = "newest") -> None:
 
 def _policy(folder: Path, hf: HFFolder) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) of a checkpoint's policy; raise CheckpointError at the end if the sha256 is wrong."""
-    state, digests = json.loads((folder / "state.json").read_text()), Digests()
-    check_format(folder, state)
+    state, digests = read_state(folder), Digests()
     for name, tensor in read_policy(folder, hf.config):
         digests.add(name, tensor)
         yield name, tensor
     if digests.sha256() != state["weights_sha256"]:
-        raise CheckpointError(
+        raise DamagedCheckpoint(
+            folder,
             f"{folder}/state.json: weights_sha256={state['weights_sha256']}: the weights in the checkpoint have sha256"
-            f" {digests.sha256()}, so they were changed after the save"
+            f" {digests.sha256()}, so they were changed after the save",
         )
 
 

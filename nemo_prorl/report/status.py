@@ -189,6 +189,8 @@ def _run_table(run: dict[str, Any]) -> str:
     for key, value in run["metrics"].items():
         if key in ("kl", "entropy") or key.startswith(("reward/", "keep_rate/", "validation/")):
             rows[key] = f"{value:.6g}" if isinstance(value, float) else value
+    if speed := _speed(run["metrics"]):
+        rows["speed"] = speed
     if alarm := run["alarm"]:
         rows["last alarm"] = f"step {alarm['step']}: {alarm['what']}"
     if run["bottleneck"]:
@@ -196,6 +198,18 @@ def _run_table(run: dict[str, Any]) -> str:
     if run["journal"]:
         rows["last event"] = _event(run["journal"])
     return columns((name, str(value)) for name, value in rows.items())
+
+
+def _speed(line: dict[str, Any]) -> str:
+    """Return the speed of a step in words, such as `7,120 tokens/s per device, updates 402 TFLOP/s (MFU 0.41)`."""
+    rate, flops, mfu = (
+        number(line.get(key))
+        for key in ("time/step/tokens_per_s_per_device", "time/updates/tflops_per_device", "time/updates/mfu")
+    )
+    if rate is None or flops is None:
+        return ""
+    share = "" if mfu is None else f" (MFU {mfu:.2f})"
+    return f"{rate:,.0f} tokens/s per device, updates {flops:.3g} TFLOP/s{share}"
 
 
 def _event(event: dict[str, Any]) -> str:

@@ -19,6 +19,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,15 @@ def name_of(task: str, place: str) -> str:
     return name
 
 
+def settings_of(rewards: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of plugins by name, with those of the user's functions.
+
+    `rewards`: that part of the configuration.
+    """
+    budget = {"time_budget_s": float(rewards["functions_time_s"])}
+    return rewards["plugins"] | {name_of(task, place): budget for task, place in rewards["functions"].items()}
+
+
 def function_plugin(name: str) -> type[RewardPlugin]:
     """Return the plugin class of the functions of a task; `name` is TASK=FILE.py:FUNCTION, or several with weights.
 
@@ -89,6 +99,10 @@ def function_plugin(name: str) -> type[RewardPlugin]:
 
     class FunctionPlugin(RewardPlugin):
         """A plugin that judges one task; the score is the weighted mean of what the user's functions return."""
+
+        @dataclass(frozen=True)
+        class Config:
+            time_budget_s: float = 10.0  # rewards.functions_time_s
 
         tasks = (task,)
         _noun = "your reward function"

@@ -126,15 +126,13 @@ class _Worker:
             if not isinstance(first, dict) or "ready" not in first:
                 why = first["failed"] if isinstance(first, dict) and "failed" in first else f"it sent {first!r:.80}"
                 raise RewardFailure(f"reward plugin {spec.plugin!r} cannot start: {why}")
-        except WorkerGone as error:
+        except BaseException as error:
             worker.kill()
-            raise RewardFailure(f"a worker of reward plugin {spec.plugin!r} died during its start") from error
-        except TimeoutError as error:
-            worker.kill()
-            late = f"a worker of reward plugin {spec.plugin!r} was not ready after {STARTUP_S:g} s"
-            raise RewardFailure(late) from error
-        except BaseException:
-            worker.kill()
+            if isinstance(error, WorkerGone):
+                raise RewardFailure(f"a worker of reward plugin {spec.plugin!r} died during its start") from error
+            if isinstance(error, TimeoutError):
+                late = f"a worker of reward plugin {spec.plugin!r} was not ready after {STARTUP_S:g} s"
+                raise RewardFailure(late) from error
             raise
         return worker
 

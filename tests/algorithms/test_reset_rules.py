@@ -313,9 +313,23 @@ class TestAdvice:
     def test_a_length_of_zero_is_no_measure(self) -> None:
         assert told(self.lines("rollout/response_tokens", [0.0, 100.0]), RULES) == []
 
-    def test_advice_outlives_a_reset_and_is_repeated_after_the_cooldown_only(self) -> None:
-        lines = self.lines("entropy", [1.0] + [0.1] * 12)
-        assert [step for _, step, _ in told(lines, RULES, resets=[10])] == [20, 70, 120]
+    def test_advice_outlives_a_reset_and_is_repeated_ever_more_rarely(self) -> None:
+        """After the cooldown of 50 steps, and when the time since the start or the last reset has doubled."""
+        lines = self.lines("entropy", [1.0] + [0.1] * 99)
+        assert [step for _, step, _ in told(lines, RULES, resets=[10])] == [20, 70, 130, 250, 490, 970]
+        assert [step for _, step, _ in told(lines, RULES, resets=[10, 500])] == [
+            20,
+            70,
+            130,
+            250,
+            490,
+            540,
+            590,
+            680,
+            860,
+        ]
+        later = [{**line, "step": line["step"] + 600} for line in lines[:300]]  # a stage's steps need not begin at 1
+        assert [step for _, step, _ in told(later, RULES)] == [620, 670, 740, 880]
 
 
 class TestCooldown:

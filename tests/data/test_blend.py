@@ -152,8 +152,9 @@ def test_files_are_split_too(tmp_path: Path) -> None:
 
 
 def test_source_needs_a_path_or_a_generator() -> None:
-    with pytest.raises(ConfigError, match="'x': expected either a path or a generator"):
-        load_sources(DataConfig(train=[DataSource(name="x")]))
+    for source in (DataSource(name="x"), DataSource(name="x", path="x.jsonl", generator="stem", size=1)):
+        with pytest.raises(ConfigError, match="'x': expected either a path or a generator"):
+            load_sources(DataConfig(train=[source]))
 
 
 @pytest.mark.starts

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_prorl.data.hub import _has_weights
+from nemo_prorl.data.hub import _has_weights, _reason, model_folder
+from nemo_prorl.errors import UnfitMachine
 from tests import paper_model
 from tests.data.hub_server import COMMIT, environment, serving
 
@@ -71,6 +72,31 @@ def test_a_model_without_an_index_has_one_file_of_weights(tmp_path: Path) -> Non
     assert not _has_weights(tmp_path)
     (tmp_path / "model.safetensors").touch()
     assert _has_weights(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["qwen", "models/qwen/base", "/nowhere/models/qwen", "models/.qwen", "a b/c"])
+def test_what_is_no_name_on_the_hub_is_a_folder(text: str) -> None:
+    assert model_folder(text, "MODEL", True) == Path(text)
+
+
+def test_without_the_client_a_name_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(UnfitMachine, match="MODEL=qwen/small needs the package huggingface_hub .*: install it, or if"):
+        model_folder("qwen/small", "MODEL", True)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (OSError("one\ntwo"), "one"),
+        (OSError(), "OSError"),
+        (OSError("x" * 200), "x" * 200),
+        (OSError("x" * 201), "x" * 200 + " ..."),
+        (OSError("word " * 60), "word " * 40 + "..."),
+    ],
+)
+def test_a_reason_is_one_short_line(error: Exception, told: str) -> None:
+    assert _reason(error) == told
 
 
 def test_a_plan_by_name(tmp_path: Path, hub: str) -> None:

@@ -35,7 +35,7 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
+def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counted:
     """Makes the cache hold files of any size, and notes what is counted in spite of it."""
     found: Counted = []
     count = PromptRenderer.lengths
@@ -46,6 +46,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
 
     monkeypatch.setattr(PromptRenderer, "lengths", noted)
     monkeypatch.setattr(lengths, "_CACHED_FROM", 1)
+    monkeypatch.setenv("PRORL_CACHE", str(tmp_path / "users"))  # where no earlier test has left a file
     return found
 
 

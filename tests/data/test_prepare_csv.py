@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from nemo_prorl import cli, settings
+from nemo_prorl.data.laptop.generators import warmup_target
 from nemo_prorl.data.prepare.answers import (
     has_decimal_comma,
     has_fraction_before_letter,
@@ -85,6 +86,19 @@ def test_records_of_an_own_task_are_not_checked_by_the_plugin_of_the_source(
     assert record["prompt"] == [{"role": "user", "content": "Where?"}]  # lacks "put the final answer in \\boxed{}"
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["task"] == "places"
     assert "ordinary words" not in caplog.text
+
+
+def test_a_column_of_right_responses_is_what_a_warm_up_teaches(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    table = "problem,answer,said\nWhere?,east,I go east\nWhen?,now,\n"
+    assert prepare(tmp_path, table, "--task", "places", "--target", "said") == 0
+    found = records(tmp_path / "out")
+    assert warmup_target(found[0]) == "I go east"
+    assert "target" not in found[1]["meta"]  # the cell is empty
+    assert prepare(tmp_path, table, "--task", "places", "--target", "sayd") != 0
+    assert "'sayd' is missing" in caplog.text
+    assert "the row has: problem, answer, said" in caplog.text
 
 
 def test_answers_in_words_are_left_out_if_so_asked(tmp_path: Path) -> None:

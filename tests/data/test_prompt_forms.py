@@ -54,6 +54,14 @@ def test_r1_ends_in_an_open_thought_that_verifiers_see(folder: Path) -> None:
     assert renderer.judged_text(ids, renderer.encode("2</think>two")).startswith("<think>")
 
 
+def test_a_response_is_judged_letter_by_letter_as_it_was_written(folder: Path) -> None:
+    renderer = PromptRenderer(folder, 4096)
+    text = "Hi . What is 1 , 1 ? do n't ! <think> and </think> 's "
+    assert renderer.decode([*renderer.encode(text), renderer.eos_id]) == text
+    prompt = renderer.encode("Hi. <think>\n")
+    assert renderer.judged_text(prompt, renderer.encode(text)).endswith(text)
+
+
 def test_a_chat_form_without_a_chat_template_names_the_cure(folder: Path) -> None:
     assert PromptRenderer(folder, 64, DataConfig(prompt="chat")).prompt_ids({"id": "a", "prompt": "Hi."})
     config = json.loads((folder / "tokenizer_config.json").read_text())

@@ -135,6 +135,7 @@ LONG = "x" * 90
             f"'truth' is [\"{LONG[:76]}\"]; it must be an object: the truth that responses are judged by",
         ),
         ({"meta": LONG[:78]}, f"'meta' is \"{LONG[:78]}\"; it must be an object"),
+        ({"meta": LONG[:79]}, f"'meta' is \"{LONG[:76]}...; it must be an object"),
         (
             {"task": "code", "truth": {"tests": [{"args": [], "expected": 1}]}},
             "'truth.tests[0].input' is missing; it must be a string, or a list of lines; also missing: 'output'",

@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from nemo_prorl.cli import main
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import DataError
 from nemo_prorl.evaluation.catalogue import Sampling
+from nemo_prorl.evaluation.run import EvaluationOptions, configuration
 from nemo_prorl.evaluation.sampling import seed_of
 from nemo_prorl.evaluation.sources import OnReply
 from nemo_prorl.rewards.interface import RewardResult, Verdict, failed_verdict, verdict_of
+from nemo_prorl.settings import load
 from tests.evaluation.openai_server import Answers, serve
 from tests.evaluation.test_sampling import Drawn
 from tests.rollout.engines import write_model
@@ -186,3 +189,20 @@ def test_engines_have_the_context_of_the_longest_benchmark_and_at_most_the_model
     assert sorted(context for context, _ in asked) == [32, 64]
     assert all(response is None or response < context for context, response in asked)
     assert judge.started == [(["math"], 2)]
+
+
+def test_an_evaluation_knows_the_reward_functions_of_its_run(tmp_path: Path) -> None:
+    """Those of the command come before them; another model has none."""
+    run, folder = tmp_path / "run", tmp_path / "run" / "checkpoints" / "step-000002"
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text("{}")
+    saved = load(["rewards.functions.share=/r.py:share", "rewards.functions.other=/r.py:other"])
+    (run / "config.yaml").write_text(OmegaConf.to_yaml(saved))
+    for model, overrides, known in (
+        (run, (), {"share": "/r.py:share", "other": "/r.py:other"}),
+        (folder, ("rewards.functions.share=/mine.py:share",), {"share": "/mine.py:share", "other": "/r.py:other"}),
+        (tmp_path, (), {}),
+        ("http://127.0.0.1:1/v1", (), {}),
+    ):
+        options = EvaluationOptions(model=str(model), benchmarks=[], out=tmp_path / "out", overrides=overrides)
+        assert configuration(options, None).rewards.functions == known

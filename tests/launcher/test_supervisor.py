@@ -102,7 +102,7 @@ def test_a_rank_learns_which_signal_it_was(number: signal.Signals, tmp_path: Pat
     rank.start()
     while not ready.exists():
         time.sleep(0.02)
-    with Node(cfg, tmp_path, ["chain_sum"], merged)._forwarding_signals([rank]):
+    with Node(cfg, tmp_path, ["chain_sum"], merged)._forwarding_signals([], [rank]):
         signal.raise_signal(number)
     assert rank.process is not None
     assert rank.process.wait(20) == FORWARDED_AS[number]
@@ -135,12 +135,13 @@ def test_an_engine_is_told_the_settings_of_the_run(tmp_path: Path) -> None:
 
 def test_the_reward_server_is_told_tasks_functions_and_settings(tmp_path: Path) -> None:
     overrides = ["+rewards.functions.mine=/f.py:score", "rewards.workers=3", "rewards.unsafe_no_sandbox=true"]
+    overrides.append("rewards.functions_time_s=33")
     server = node_of_two(tmp_path, *overrides, "+rewards.plugins.math.time_budget_s=9.5")._rewards()
     parser = argparse.ArgumentParser()
     add_server_arguments(parser)
     args = parser.parse_args(list(server.command)[3:])
     assert (args.tasks, args.workers, args.unsafe_no_sandbox) == ("math,mine=/f.py:score", 3, True)
-    assert args.settings == {"math": {"time_budget_s": 9.5}}
+    assert args.settings == {"math": {"time_budget_s": 9.5}, "mine=/f.py:score": {"time_budget_s": 33.0}}
     assert args.endpoint_file == server.endpoint == tmp_path / "endpoints" / "rewards-1.json"
 
 
@@ -170,10 +171,10 @@ class SmallNode(Node):
     `WAIT` in the program of a rank waits until the engine has begun as often as it says.
     """
 
-    def __init__(self, folder: Path, engine: str, *ranks: str) -> None:
+    def __init__(self, folder: Path, engine: str, *ranks: str, stop_s: float = 0.2) -> None:
         for name in ("endpoints", "logs"):
             (folder / name).mkdir(parents=True, exist_ok=True)
-        cfg: DictConfig = load([f"run_dir={folder}", "trainer.deadlines.stop_s=0.2"])
+        cfg: DictConfig = load([f"run_dir={folder}", f"trainer.deadlines.stop_s={stop_s}"])
         self.failures: list[Any] = []
         events: Any = SimpleNamespace(update=lambda: None, failure=lambda what, **about: self.failures.append(about))
         super().__init__(cfg, folder, ["chain_sum"], MergedLog(folder / "all.log"), events)
@@ -243,13 +244,47 @@ def test_a_service_that_ends_or_is_to_be_restarted_starts_again(
     assert looks
 
 
-def test_a_second_signal_ends_a_run_at_once_with_all_its_processes(tmp_path: Path) -> None:
-    ignores = "import signal; signal.signal(15, signal.SIG_IGN)"
-    twice = f"{ignores}\nimport os, time\nfor _ in '12': os.kill({os.getpid()}, 15); time.sleep(0.3)\ntime.sleep(60)"
-    node = SmallNode(tmp_path, SLEEPS, twice)
-    with pytest.raises(KeyboardInterrupt):
-        node.run()
-    assert node.codes() == [-signal.SIGTERM, -signal.SIGKILL]
+def deaf(number: int, times: int) -> str:
+    """Return the program of a rank that sends signals to the node, and does not end by those that it gets."""
+    ignored = [int(signal.SIGTERM), *(int(one) for one in FORWARDED_AS.values())]
+    return f"""import os, signal, time
+for number in {ignored}: signal.signal(number, signal.SIG_IGN)
+for _ in range({times}): os.kill({os.getpid()}, {int(number)}); time.sleep(0.3)
+time.sleep(600)"""
+
+
+@pytest.mark.parametrize("number", FORWARDED_AS)
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_second_signal_kills_all_processes(number: signal.Signals, kept: bool, tmp_path: Path) -> None:
+    """The rank would be given 500 s otherwise."""
+    if kept:
+        (tmp_path / "checkpoints" / "step-000007").mkdir(parents=True)
+        (tmp_path / "checkpoints" / "step-000007" / "state.json").write_text("{}")
+    node = SmallNode(tmp_path, SLEEPS, deaf(number, 2), stop_s=500.0)
+    end = node.run()
+    assert node.codes() == [-signal.SIGKILL, -signal.SIGKILL]
+    onward = "continues after step-000007" if kept else "begins anew, because no checkpoint was complete"
+    assert (end.code, end.what) == (75 if kept else 1, f"all processes were killed; the same command {onward}")
+
+
+def test_a_second_signal_while_processes_are_stopped_kills_them(tmp_path: Path) -> None:
+    """A run that failed gives its other ranks, too, time to end; this one asks for a stop instead."""
+    asks = f"""import os, signal, time
+def ask(number, frame):
+    signal.signal(15, signal.SIG_IGN)
+    for _ in range(2): os.kill({os.getpid()}, 15); time.sleep(0.3)
+signal.signal(15, ask)
+while True: time.sleep(1)"""
+    node = SmallNode(tmp_path, SLEEPS, "import time; time.sleep(1); exit(7)", asks, stop_s=500.0)
+    assert node.run().status == 7
+    assert node.codes()[2] == -signal.SIGKILL
+
+
+def test_a_rank_that_does_not_handle_signals_yet_ends_the_run_at_the_first(tmp_path: Path) -> None:
+    sends = f"import os, time; os.kill({os.getpid()}, {int(signal.SIGINT)}); time.sleep(600)"
+    end = SmallNode(tmp_path, SLEEPS, sends).run()
+    assert (end.code, end.process) == (1, "")
+    assert end.what.startswith("stopped while the trainer started; the same command begins anew")
 
 
 def test_the_other_nodes_are_told_that_a_stop_was_requested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

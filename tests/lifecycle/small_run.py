@@ -44,6 +44,11 @@ from tests.rollout.simulated import Simulated
 
 WORDS, WIDTH, EOS, LR = 12, 8, 2, 0.03
 TASKS = ("puzzles", "stem")
+# No run needs it but for its speed.
+SHAPE = {
+    **{"num_layers": 2, "hidden_size": WIDTH, "ffn_hidden_size": 16, "num_attention_heads": 2, "num_query_groups": 1},
+    **{"make_vocab_size_divisible_by": 4},
+}
 
 
 class Killed(BaseException):
@@ -79,6 +84,7 @@ class SmallPolicy:
             "embed": torch.randn(WORDS, WIDTH, generator=random).requires_grad_(),
             "head": torch.randn(WORDS, WIDTH, generator=random).mul(0.3).requires_grad_(),
         }
+        self.shape = SimpleNamespace(vocab=WORDS)
         self.temperature, self.data_ranks, self.version = temperature, Ranks(), 0
         self.updates: list[tuple[Batch, float, bool]] = []
         self.on_update: Callable[[], object] = lambda: None
@@ -259,7 +265,7 @@ class SmallEngines(Simulated):
 
 
 class Verifier:
-    """Scores responses by `score_of`.
+    """Scores responses by `judge`, which is `score_of`.
 
     `broken`: prompts (by id, or all) on which the infrastructure fails.  `hopeless`: every score is 0.  `delay`:
     seconds until a verdict.
@@ -267,6 +273,7 @@ class Verifier:
 
     def __init__(self) -> None:
         self.delay = 0.0
+        self.judge: Callable[[Mapping[str, Any]], RewardResult] = lambda request: RewardResult(score_of(request))
         self.broken: Callable[[Mapping[str, Any]], bool] = lambda request: False
         self.hopeless = self.canaries_lie = False
         self.known: dict[str, bool] = {}  # by id of a canary: whether it is right
@@ -282,7 +289,7 @@ class Verifier:
             return verdict_of(request["id"], RewardResult(float(self.known[request["id"]] != self.canaries_lie)))
         if self.broken(request):
             return failed_verdict(request["id"], "infrastructure", "the scorer broke")
-        return verdict_of(request["id"], RewardResult(0.0 if self.hopeless else score_of(request)))
+        return verdict_of(request["id"], RewardResult(0.0) if self.hopeless else self.judge(request))
 
 
 def score_of(request: Mapping[str, Any]) -> float:
@@ -325,7 +332,7 @@ def config(folder: Path, resets: ResetsConfig | None = None, **grpo: Any) -> Con
         **{"validation_samples": 3, "async_checkpoints": True, "save_rollout_groups": -1},
     }
     trainer = TrainerConfig(grpo=GRPOConfig(**{**few, **grpo}), resets=resets or ResetsConfig())
-    cfg = Config(run_dir=str(folder), seed=3, trainer=trainer, model={"optim": {"lr": LR}})
+    cfg = Config(run_dir=str(folder), seed=3, trainer=trainer, model={"optim": {"lr": LR}, **SHAPE})
     cfg.data.validation = [DataSource(name="held")]
     cfg.trainer.precision, cfg.rollout.dtype = "32", "float32"
     return cfg

@@ -248,6 +248,14 @@ def test_what_an_earlier_process_left(tmp_path: Path) -> None:
     assert statuses(tmp_path)[3:] == [("between", "dropped", 1), ("new", "done", 2)]
 
 
+def test_a_run_that_never_began_has_not_ended_cleanly(tmp_path: Path) -> None:
+    """It was killed before its first event: what was asked for then is served."""
+    age(place(tmp_path, "validate", "early"))
+    run = Run(tmp_path)
+    run.train(steps=1)
+    assert statuses(tmp_path) == [("early", "done", 1)]
+
+
 def kill() -> None:
     raise Killed
 
@@ -433,6 +441,11 @@ def test_a_run_that_ends_meanwhile_is_told(tmp_path: Path, caplog: pytest.LogCap
     command.join(10)
     assert codes == [1]
     assert f"the run in {tmp_path} ended without an answer to reset" in caplog.text
+
+
+def test_a_wait_below_0_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert cli.main(["control", str(tmp_path), "stop", "--wait", "-1"]) == 2
+    assert "--wait -1: expected a number of seconds, 0 or more" in caplog.text
 
 
 def test_no_live_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

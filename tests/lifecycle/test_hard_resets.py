@@ -318,3 +318,13 @@ def test_the_check_comes_once_and_only_where_the_reference_is_new(
     run.close()
     assert [step for step, _ in checked] == [1, 2, 3, 4, 5]
     assert [gap == 0.0 for _, gap in checked] == [True, False, False, parts == "both", False]
+
+
+def test_policy_and_reference_that_are_equal_fit_an_allowed_difference_of_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = SmallRun(config(tmp_path, ResetsConfig(kl_after_reset=0.0, at_steps=[1]), max_steps=2))
+    trainer = run.start(monkeypatch)
+    trainer.train()
+    run.close()
+    assert trainer.progress.step == 2

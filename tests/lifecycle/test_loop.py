@@ -271,6 +271,7 @@ def test_engines_sleep_while_a_step_trains_and_wake_with_its_weights(
     emptied: list[bool] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(run.engines.asleep))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
 
     def prepare(trainer: Trainer) -> None:
         run.policy.on_update = lambda: asleep.append(run.engines.asleep)
@@ -288,6 +289,7 @@ def test_engines_that_stay_awake_get_each_version_once(tmp_path: Path, monkeypat
     run = SmallRun(config(tmp_path, max_steps=3, validate_every=2))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: pytest.fail("nobody needs the memory"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     go(run, monkeypatch)
     assert (run.engines.loads, run.engines.naps) == ([0, 1, 2, 3], [])
     assert set(run.engines.waits) == {run.cfg.trainer.deadlines.publish_s}

@@ -1,6 +1,7 @@
 """Where a stage begins: the run beside it, one that is named, or a single checkpoint."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -169,11 +170,24 @@ def test_what_is_still_being_written_is_no_beginning(make: Make, tmp_path: Path)
         origin(config(tmp_path / "run2", f"chain.start_from={folder}"), tmp_path / "run2")
 
 
-def test_the_model_of_the_stage_before_outlives_it(tmp_path: Path) -> None:
+def refused(*_: Any) -> None:
+    raise OSError("no hard links here")
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_the_model_of_the_stage_before_outlives_it(
+    links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a file system has no hard links, too."""
+    if not links:
+        monkeypatch.setattr(os, "link", refused)
     source = tmp_path / "run1" / "init"
     source.mkdir(parents=True)
     (source / "config.json").write_text("{}")
     (source / "folder").mkdir()
+    killed = tmp_path / "run2" / "init.tmp"
+    killed.mkdir(parents=True)
+    (killed / "half.json").write_text("{")
     take_over_model(source, tmp_path / "run2" / "init")
     (source / "config.json").unlink()
     assert (tmp_path / "run2" / "init" / "config.json").read_text() == "{}"

@@ -12,7 +12,7 @@ import pytest
 
 from nemo_prorl.config import DeadlinesConfig
 from nemo_prorl.deadlines import Deadline
-from nemo_prorl.errors import RolloutAbandoned
+from nemo_prorl.errors import RolloutAbandoned, StoppedCleanly
 from nemo_prorl.lifecycle.stopping import FORWARDED_AS, JOB_START, Stopping
 from nemo_prorl.rollout.background import BackgroundLoop
 
@@ -144,4 +144,57 @@ def test_what_is_given_up_has_ended_when_its_caller_goes_on(seconds: float) -> N
     assert busy.turns == turns
     with pytest.raises(RolloutAbandoned):  # for good: the run is about to end
         loop.run(asyncio.sleep(0))
+    loop.close(asyncio.sleep(0))
+
+
+def test_work_that_comes_after_the_end_is_closed() -> None:
+    async def lasts_longer() -> None:
+        asyncio.get_running_loop().call_soon(time.sleep, 0.3)
+
+    loop = BackgroundLoop("test")
+    loop.close(lasts_longer())
+    assert not loop._thread.is_alive()
+    loop.abandon()  # there is nothing to cancel
+    work, last = Busy().work(), asyncio.sleep(0)
+    with pytest.raises(StoppedCleanly, match="the rollouts are closed"):
+        loop.start(work)
+    loop.close(last)
+    assert [inspect.getcoroutinestate(one) for one in (work, last)] == [inspect.CORO_CLOSED] * 2
+
+
+def test_what_a_signal_interrupts_is_cancelled() -> None:
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    loop, busy = BackgroundLoop("test"), Busy()
+    assert loop._thread.daemon  # a process that is left without `close` ends all the same
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        threading.Timer(0.1, signal.pthread_kill, (threading.get_ident(), signal.SIGUSR1)).start()
+        with pytest.raises(Interrupted):
+            loop.run(busy.work())
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert loop._task is not None
+    Deadline(10, "the work's end").wait_until(loop._task.cancelled)
+    loop.close(asyncio.sleep(0))
+
+
+def test_the_first_of_several_errors_is_told() -> None:
+    async def fails(error: Exception) -> None:
+        raise error
+
+    async def several() -> None:
+        async with asyncio.TaskGroup() as outer, asyncio.TaskGroup() as inner:
+            inner.create_task(fails(OSError("first")))
+            inner.create_task(fails(ValueError("second")))
+            outer.create_task(asyncio.sleep(0))
+
+    loop = BackgroundLoop("test")
+    with pytest.raises(OSError, match="first") as caught:
+        loop.run(several())
+    assert caught.value.__suppress_context__  # the group says nothing more
     loop.close(asyncio.sleep(0))

@@ -1,5 +1,6 @@
 """A step trains on what it says: shaped rewards, weights, versions, temperature; a validation samples as validation."""
 
+import json
 import math
 from collections import Counter
 from dataclasses import replace
@@ -13,6 +14,7 @@ from nemo_prorl.batch import Batch
 from nemo_prorl.config import CorrectionConfig, ShapingConfig
 from nemo_prorl.leader import Leader, _unpacked
 from nemo_prorl.metrics import Metrics
+from nemo_prorl.rewards.second import SecondVerifiers
 from nemo_prorl.rollout.endpoints import response_seed
 from nemo_prorl.trainer import Trainer, update
 from tests.lifecycle.small_run import EOS, LR, TASKS, Ranks, SmallPolicy, SmallRenderer, SmallRun, config
@@ -246,6 +248,29 @@ def test_training_samples_as_training_and_validation_as_validation(
 def test_without_a_limit_a_response_may_fill_the_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = stepped(tmp_path, monkeypatch)
     assert {sampling.max_tokens for sampling, _, _ in found.run.engines.sampled} == {10 - 3}
+
+
+def test_what_a_second_verifier_judges_otherwise_is_counted_and_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nemo_prorl.rewards.second.RESPONSES_PER_SECOND", 1)
+    monkeypatch.setattr(SecondVerifiers, "task_for", lambda self, request: "other")
+
+    def prepare(run: SmallRun) -> None:
+        score = run.verifier.score
+
+        async def judged(request: Any, deadline: Any) -> Any:
+            verdict = await score(request, deadline)
+            return verdict if request["task"] in TASKS else {**verdict, "score": float(verdict["score"] == 0.0)}
+
+        monkeypatch.setattr(run.verifier, "score", judged)
+
+    found = stepped(tmp_path, monkeypatch, prepare)
+    for step, line in enumerate(found.run.lines(), 1):
+        assert sum(line.get(f"second/judged/{task}", 0) for task in TASKS) >= 16
+        assert all(line[key] == line[key.replace("judged", "disagreed")] for key in line if "second/judged" in key)
+        written = (tmp_path / "disagreements" / f"step-{step}.jsonl").read_text().splitlines()
+        assert {one["second_task"] for one in map(json.loads, written)} == {"other"}
 
 
 def test_every_validation_has_the_same_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

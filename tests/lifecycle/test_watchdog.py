@@ -160,7 +160,7 @@ def test_the_trainer_watches_a_step_without_what_follows(tmp_path: Path) -> None
     rollouts: Any = SimpleNamespace(await_next=lambda metrics: None)
     traces: Any = SimpleNamespace(step=lambda step: nullcontext())
     dog = watchdog(tmp_path, alarms)
-    Steps(cfg, no, progress, rollouts, no, no, no, no, no, no, no, traces, dog, no).train()
+    Steps(cfg, no, progress, rollouts, no, no, no, no, no, no, no, no, traces, dog, no).train()
     assert [step for step, _ in alarms] == [4]
 
 
@@ -185,7 +185,8 @@ def test_the_trainer_watches_what_follows_a_step(reset: str | None, kinds: list[
     control: Any = SimpleNamespace(pending=lambda step: [], serve=lambda *given: None)
     records: Any = SimpleNamespace(log=lambda metrics: None)
     dog: Any = SimpleNamespace(watch=watch)
-    trainer = Finished(Config(), no, TrainerState(step=1), no, due, resets, due, control, records, no, no, no, dog, no)
+    progress = TrainerState(step=1)
+    trainer = Finished(Config(), no, progress, no, due, resets, due, control, records, no, no, no, no, dog, no)
     trainer.finish_step(Metrics(1, "none"))
     assert seen == kinds
 

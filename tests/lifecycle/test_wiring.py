@@ -63,13 +63,14 @@ def static(folder: Path, **grpo: Any) -> SmallRun:
 
 
 def test_steps_without_a_signal_are_counted_in_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five of eight steps learn nothing, never three in a row: the run goes on, and tells each time it begins."""
+    """Five of eight steps learn nothing, never three in a row: the run goes on, and tells the 1st, 2nd, 4th .. time."""
     run = static(tmp_path, max_steps=8, max_steps_without_signal=3)
     trainer = go(run, monkeypatch, hopeless_in(run, {1, 2, 4, 5, 7}))
     assert trainer.progress.step == 8
     assert trainer.progress.without_signal == 0
-    told = [alarm.split(":")[0] for alarm in run.alarms() if "no group carries a signal" in alarm]
-    assert told == ["1", "4", "7"]
+    told = [alarm.split(":")[:2] for alarm in run.alarms() if "no group carries a signal" in alarm]
+    assert told == [["1", " no group carries a signal"], ["4", " no group carries a signal (2 times so far)"]]
+    assert trainer.progress.signal_lost == 3
     assert [line["rollout/groups"] == 0 for line in run.lines()] == [step in {1, 2, 4, 5, 7} for step in range(1, 9)]
     assert len(run.policy.updates) == 2 * 3
 
@@ -307,6 +308,7 @@ RAISED = {
     " was written by version": "test_wiring.py::test_a_stage_of_another_version_alarms",
     "the code is not that": "test_wiring.py::test_other_code_and_other_rewards_alarm_at_a_resume",
     " was changed after the": "test_wiring.py::test_other_code_and_other_rewards_alarm_at_a_resume",
+    " was damaged; the run": "test_damage.py::test_a_damaged_checkpoint_ends_the_start_with_the_cure",
     "memory will be full": "test_wiring.py::test_the_rules_findings_are_alarms_and_memory_that_runs_out_is_one",
     "": "test_wiring.py::test_the_rules_findings_are_alarms_and_memory_that_runs_out_is_one",  # str(finding)
     "no roll-back: the checkpoint": "test_hard_resets.py::test_no_roll_back_where_the_last_weights_are_the_best",

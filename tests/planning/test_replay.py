@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from nemo_prorl import cli, settings
-from nemo_prorl.algorithms.reset_rules import Finding
-from nemo_prorl.config import ResetsConfig
+from nemo_prorl.algorithms.reset_rules import Finding, replay
+from nemo_prorl.config import Config, ResetsConfig
 from nemo_prorl.lifecycle.records import Journal
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.planning.replay import read_journal
@@ -169,3 +169,28 @@ def test_what_is_wrong_is_said(
 def test_a_wrong_rule_is_named(recorded: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert cli.main(["replay", str(recorded), "--rules", "drop_sgma=1"]) == 2
     assert "Did you mean trainer.resets.rules.drop_sigma?" in caplog.text
+
+
+NAMES = {"entropy": "entropy", "kl": "kl", "length": "rollout/response_tokens", "truncated": "rollout/truncated"}
+
+
+def test_the_default_rules_are_quiet_over_the_recorded_runs_of_the_ablations(root: Path) -> None:
+    """45 runs of 50 steps, all of which learned.  The one finding is right: responses were cut off."""
+    rules, found, arms = Config().trainer.resets.rules, {}, set()
+    for line in (root / "benchmarks" / "results" / "ablations.jsonl").read_text().splitlines():
+        run = json.loads(line)
+        steps = [{"step": k, **{new: run[old][k - 1] for old, new in NAMES.items()}} for k in range(1, 51)]
+        for step in steps:
+            if (score := run["validation"].get(str(step["step"]))) is not None:
+                step["validation/blend"] = score
+        errors = {int(step): {"blend": run["validation_se"]} for step in run["validation"]}
+        arm = f"{run['arm']} {run['seed']}"
+        arms.add(arm)
+        if findings := [str(finding) for finding in replay(steps, rules, errors)]:
+            found[arm] = findings
+    assert len(arms) == 45
+    assert found == {"clip_low_0p1 1": ["truncation: 15.9% of the responses are cut off; it was 3.1% (> 10.0% more)"]}
+
+
+def test_the_rules_advise_by_default() -> None:
+    assert Config().trainer.resets.mode == "advise"

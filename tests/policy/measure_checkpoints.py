@@ -1,5 +1,7 @@
 """Measures checkpoints of the optimizer's state for `ranks.py`: before any step, after a reset, between two Adams."""
 
+import pickle
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -148,4 +150,24 @@ def of_extra_state(lazy: bool, out: Path) -> dict[str, Any]:
     cpu_layers.CausalAttention = plain  # type: ignore[misc]
     actor, update = built(out)
     found["into one without"] = attempted(lambda: checkpoint_files.PolicyStore(actor).load(out / "extra") and update())
+    for how in ("flipped", "cut"):
+        folder = damaged(without, out / how, how)
+        found[how] = attempted(lambda folder=folder: checkpoint_files.PolicyStore(actor).load(folder))  # type: ignore[misc]
     return found
+
+
+def damaged(checkpoint: Path, copy: Path, how: str) -> Path:
+    """Return a copy of a checkpoint with one bit of a weight changed, or with half of its tensors."""
+    import torch.distributed as dist
+
+    if dist.get_rank() == 0:
+        shutil.copytree(checkpoint, copy)
+        places = pickle.loads((copy / ".metadata").read_bytes()).storage_data
+        weights = [place for index, place in places.items() if index.fqn.startswith("model.decoder")]
+        largest = max(weights, key=lambda place: int(place.length))
+        file = copy / largest.relative_path
+        content = bytearray(file.read_bytes())
+        content[largest.offset + largest.length // 2] ^= 64
+        file.write_bytes(content if how == "flipped" else content[: largest.offset + largest.length // 2])
+    dist.barrier()
+    return copy

@@ -32,6 +32,7 @@ from nemo_prorl.settings import load
 from nemo_prorl.trainer import policy_loss
 from tests.ending import end_with_session
 from tests.policy.gradients import whole_gradients
+from tests.policy.measure_wiring import wired
 from tests.policy.models import MODELS, write_model
 
 STEPS = 3
@@ -221,6 +222,9 @@ def measure(layout: Layout, out: Path) -> None:
         actor.update(recorded, loss, denominator, with_entropy=True)
     found["recorded"] = (actor.reference_sha256(), {k: v.clone() for k, v in actor.export_weights()})
 
+    if layout in CLOSER:
+        checkpoint_files.PolicyStore(actor).load(first)
+        found["wired"] = wired(actor, mine, loss, denominator, out / "wired" / layout.name)
     if layout == OTHER_MICRO_BATCHES:
         checkpoint_files.PolicyStore(actor).load(out / "checkpoints" / MOST_CUT.name)
         weights = {k: v.clone() for k, v in actor.export_weights()}

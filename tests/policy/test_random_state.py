@@ -75,7 +75,7 @@ def test_a_truncated_file_of_a_checkpoint_is_named_with_the_cure(tmp_path: Path)
     for content in (b"", whole[: len(whole) // 2], whole[:-1], b"no file of torch"):
         file.write_bytes(content)
         with pytest.raises(
-            CheckpointError, match=r"rng-0\.pt (cannot be read|was refused).* Continue from a checkpoint"
+            CheckpointError, match=r"rng-0\.pt (cannot be read.* Fix: mv .*|was refused.* Continue from a checkpoint)"
         ):
             load_plain(file)
     file.unlink()

@@ -1,6 +1,8 @@
 """`prorl rewards`: results on standard output, bad lines named, verdicts in order and streamed."""
 
 import argparse
+import asyncio
+import io
 import json
 import subprocess
 import sys
@@ -111,6 +113,29 @@ def test_a_bad_line_is_named_before_anything_is_judged(plugins: Path, tmp_path: 
         run("score", "--in", str(source))
 
 
+def test_a_stream_is_read_to_its_end_without_its_empty_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = (json.dumps(request_of("echo", "1", name)) for name in "ab")
+
+    async def read(text: str) -> list[str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        return [request.id async for request in cli._from_stdin()]
+
+    assert asyncio.run(read(f"{one}\n \n\n{two}")) == ["a", "b"]
+    with pytest.raises(DataError, match="standard input:3: field"):
+        asyncio.run(read(f"{one}\n\n{{}}"))
+
+
+def test_a_project_is_written_where_it_is_wanted_and_the_next_steps_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for options, folder, sandboxed in ((["--sandbox"], "word_count", True), (["--dir", "other"], "other", False)):
+        assert run("new", "word_count", *options) == 0
+        assert f"--no-build-isolation -e {folder}\n" in capsys.readouterr().out
+        (code,) = (tmp_path / folder).rglob("plugin.py")
+        assert ("needs_sandbox = True" in code.read_text()) == sandboxed
+
+
 def test_a_stream_answers_each_line_before_the_next_is_written(plugins: Path) -> None:
     command = [sys.executable, "-c", MAIN, "rewards", "score", "--in", "-"]
     process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -143,3 +168,6 @@ def test_bad_settings_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run("score", "--settings", "[1]")
     assert "must map plugin names to settings" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run()
+    assert "required: COMMAND" in capsys.readouterr().err

@@ -16,7 +16,7 @@ from nemo_prorl import cli
 from nemo_prorl.errors import ConfigError, DataError, UnfitMachine
 from nemo_prorl.rewards import conformance, probe
 from nemo_prorl.rewards.conformance import CHECKS, CheckOutcome, Report, check_plugin
-from nemo_prorl.rewards.conformance_cases import make_cases, read_examples, shell
+from nemo_prorl.rewards.conformance_cases import WRONG, make_cases, read_examples, shell, truth_trials
 from nemo_prorl.rewards.discovery import discover
 from nemo_prorl.rewards.interface import ENTRY_POINT_GROUP, Example
 from tests.rewards.conftest import ROOT
@@ -406,6 +406,21 @@ def test_hostile_texts_stand_where_the_answers_differ() -> None:
     assert len({case.id for case in cases}) == len(cases)
     responses = {case.request.response for case in cases}
     assert {"<think>hm</think>(yes)", "<think>(yes)</think>(no)", "()", "(1e999999999)"} <= responses
+
+
+def test_each_field_of_each_truth_is_left_out_once_and_given_each_wrong_value() -> None:
+    trials = truth_trials([Example({"word": "yes", "n": 1}, "", ""), Example({}, "", "")])
+    assert [(one.key, one.truth) for one in trials if one.wrong == "missing"] == [
+        ("word", {"n": 1}),
+        ("n", {"word": "yes"}),
+    ]
+    assert [(one.example, one.key, one.truth) for one in trials if one.wrong == "as it is"] == [
+        *(("example-1", "", {"word": "yes", "n": 1}), ("example-2", "", {}))
+    ]
+    wrong = [one for one in trials if one.wrong not in ("missing", "as it is")]
+    assert [one.truth for one in wrong if one.key == "word"] == [{"word": value, "n": 1} for value in WRONG]
+    assert [one.truth for one in wrong if one.key == "n"] == [{"word": "yes", "n": value} for value in WRONG]
+    assert all(json.loads(one.wrong) == one.truth[one.key] for one in wrong)
 
 
 def test_pytest_is_told_what_failed() -> None:

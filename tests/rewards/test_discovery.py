@@ -145,6 +145,16 @@ def test_settings_are_checked() -> None:
     with pytest.raises(ConfigError, match=r"must be above 0"):
         make_plugin(math, {"time_budget_s": 0})
 
+    class Refuses(Own):
+        def __init__(self, config: Any) -> None:
+            if config.words > 9:
+                raise ValueError(f"words={config.words} are too many")
+            super().__init__(config)
+
+    assert make_plugin(Refuses, {"words": 9}).config == Own.Config(words=9)
+    with pytest.raises(ConfigError, match=r"rewards\.plugins\.own=\{'words': 10\}: words=10 are too many"):
+        make_plugin(Refuses, {"words": 10})
+
 
 def test_workers_are_shared_out_at_least_one_each() -> None:
     assert share_out(1, ["a", "b"]) == {"a": 1, "b": 1}

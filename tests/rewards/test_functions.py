@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +18,7 @@ from nemo_prorl.lifecycle.checkpoints import Checkpoints
 from nemo_prorl.lifecycle.records import code_sha256
 from nemo_prorl.planning.overview import run_rows
 from nemo_prorl.rewards.discovery import discover, make_plugin
-from nemo_prorl.rewards.functions import files_sha256, is_function
+from nemo_prorl.rewards.functions import files_sha256, is_function, settings_of
 from nemo_prorl.rewards.interface import RewardRequest, Verdict, judge
 from nemo_prorl.rewards.service import RewardService, plan_pools
 from tests.lifecycle.parts import leader
@@ -161,6 +164,47 @@ def test_the_page_wraps_a_function_of_trl(root: Path, tmp_path: Path) -> None:
     )
     plugin = make_plugin(discover((), {"units": f"{tmp_path}/wrapped.py:score"}).plugin_of_task("units"))
     assert [judge(plugin, request(text))["score"] for text in ("100", "10")] == [1.0, 0.0]
+
+
+class Judge(BaseHTTPRequestHandler):
+    """Answers after 1.5 s with the share of the truth's length that a response has."""
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        time.sleep(1.5)
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"score": len(asked["response"]) / len(asked["truth"]["answer"])}).encode())
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@pytest.mark.parametrize(("seconds", "score"), [(30.0, 2 / 3), (0.05, None)])
+def test_the_function_of_the_page_asks_a_server_and_may_wait_four_times_its_time(
+    seconds: float, score: float | None, root: Path, tmp_path: Path
+) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    page = (root / "docs" / "howto" / "reward_server.md").read_text()
+    [code] = [block.split("```")[0] for block in page.split("```python\n") if block.startswith("# judge.py")]
+    (tmp_path / "judge.py").write_text(code.replace("judge:8000", f"127.0.0.1:{server.server_port}"))
+    functions = {"units": f"{tmp_path}/judge.py:score"}
+
+    async def judged() -> Verdict:
+        registry = discover((), functions)
+        settings = settings_of({"plugins": {}, "functions": functions, "functions_time_s": seconds})
+        service = RewardService(plan_pools(registry, ["units"], 1, settings), registry)
+        await service.start()
+        try:
+            return await service.judge(request("10"))
+        finally:
+            await service.close()
+
+    verdict = asyncio.run(judged())
+    server.shutdown()
+    server.server_close()
+    assert verdict["score"] == (None if score is None else pytest.approx(score))
+    assert verdict["failure"] == (None if score is not None else "infrastructure")
 
 
 def test_the_command_scores_by_it(

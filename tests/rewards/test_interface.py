@@ -12,6 +12,8 @@ import pytest
 from nemo_prorl.rewards import interface
 from nemo_prorl.rewards.interface import (
     InvalidAnswer,
+    Program,
+    ProgramRun,
     RewardPlugin,
     RewardRequest,
     RewardResult,
@@ -156,6 +158,15 @@ def test_an_exception_has_its_file_and_line_and_is_in_the_log_once(
     assert "raise" in Path(__file__).read_text().splitlines()[int(place[2]) - 1]
     [record] = caplog.records
     assert record.exc_info is not None
+
+
+def test_what_is_left_out_of_results_and_programs_has_its_default() -> None:
+    program = {"source": "x", "style": "stdin", "inputs": (), "function": "", "setup": ""}
+    limits = {"time_limit_s": 5.0, "memory_mb": 2048, "output_mb": 1}
+    assert dataclasses.asdict(Program("x", "stdin", ())) == {**program, **limits}
+    assert ProgramRun((), ()) == ProgramRun((), (), over_time=False, refused="")
+    left_out: dict[str, Any] = {"correct": None, "parts": {}, "detail": "", "failure": None}
+    assert _verdict(RewardResult(0.5)) == {"id": "a", "score": 0.5, **left_out}
 
 
 GIVEN = {"id": "a", "score": 0.5, "correct": None, "parts": {"p": 0.5}, "detail": "half", "failure": None}

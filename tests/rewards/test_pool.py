@@ -8,6 +8,8 @@ import re
 import resource
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from nemo_prorl import stacks
 from nemo_prorl.data.prepare.gold import failures
 from nemo_prorl.data.records import PromptRecord
 from nemo_prorl.errors import RewardFailure
@@ -23,7 +26,7 @@ from nemo_prorl.rewards.discovery import discover
 from nemo_prorl.rewards.interface import RewardRequest, Verdict
 from nemo_prorl.rewards.pool import PluginPool, PoolSpec, WorkerGone, _Job, _Worker
 from nemo_prorl.rewards.service import RewardService, plan_pools
-from tests.rewards.conftest import is_alive, sharing_one_cpu
+from tests.rewards.conftest import children_of, is_alive, sharing_one_cpu
 from tests.rewards.conftest import request_of as json_of
 
 pytestmark = pytest.mark.starts
@@ -105,6 +108,23 @@ def test_a_worker_is_told_whether_it_may_do_without_a_sandbox(plugins: Path, uns
     with_pool(steps, unsafe_no_sandbox=unsafe, hash_seed=7)
 
 
+def test_a_worker_writes_its_stacks_when_it_is_asked(
+    plugins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(stacks.VARIABLE, str(tmp_path / "stacks"))
+
+    async def steps(pool: PluginPool) -> None:
+        (worker,) = pool.workers
+        os.kill(worker.process.pid, stacks.SIGNAL)
+        async with asyncio.timeout(9):
+            while "rewards/worker.py" not in (tmp_path / "stacks").read_text():
+                await asyncio.sleep(0.02)
+        assert (await judged(pool, "fine"))["score"] == 1.0
+        assert pool.stats.workers_lost == 0
+
+    with_pool(steps, budget_s=10)
+
+
 def test_a_worker_has_the_settings_of_its_pool(plugins: Path) -> None:
     async def steps(pool: PluginPool) -> None:
         raise AssertionError("it started")
@@ -181,6 +201,16 @@ def test_a_late_worker_is_told_by_how_it_spent_its_time(
     gone = asyncio.run(main())
     assert gone.failure == failure
     assert says in str(gone)
+
+
+def test_the_time_of_a_process_is_what_it_computed_with_or_without_its_children() -> None:
+    spin = "import time\nwhile time.process_time() < 0.5: pass"
+    subprocess.run([sys.executable, "-S", "-c", spin], check=True)
+    own, ended = processes.cpu_s(os.getpid()), processes.cpu_s(os.getpid(), descendants=True)
+    times = os.times()
+    assert own == pytest.approx(times.user + times.system, abs=0.2)
+    assert ended == pytest.approx(sum(times[:4]), abs=0.2)
+    assert ended > own + 0.4
 
 
 @pytest.mark.parametrize("how", ["sleep", "select"])
@@ -297,8 +327,7 @@ def test_who_has_workers_of_their_own_judges_again_when_one_fails(plugins: Path,
         yield request_of("odd", how, meta={"flag": str(tmp_path / "2")})
 
     async def main() -> list[Verdict]:
-        service = RewardService(plan_pools(registry, ["odd"], 1), registry)
-        await service.start()
+        service = RewardService(plan_pools(registry, ["odd"], 1, on_demand=True), registry)  # started by its request
         try:
             return [verdict async for _, verdict in service.in_order(one(), lambda request: request, 1)]
         finally:
@@ -331,6 +360,37 @@ def test_every_request_is_answered_once_while_workers_are_killed(plugins: Path) 
         assert sum(pool.stats.outcomes.values()) == count
 
     with_pool(steps, "echo", workers=2, budget_s=10)
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_a_worker_is_started_until_it_starts_and_after_three_failures_of_all_no_request_waits(
+    others: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[tuple[float, bool]] = []
+
+    async def main() -> Verdict | None:
+        pool = PluginPool(PoolSpec("odd", {}, 2, 1.0))
+        future, worker = pool.submit(request_of("odd", "fine")), object()
+
+        async def spawn() -> object:
+            if len(pauses) < 6:
+                raise RewardFailure("out of order")
+            return worker
+
+        async def sleep(seconds: float) -> None:
+            pauses.append((seconds, future.done()))
+
+        monkeypatch.setattr(pool, "_spawn", spawn)
+        monkeypatch.setattr(pool, "workers", {worker} if others else set())
+        monkeypatch.setattr(asyncio, "sleep", sleep)
+        assert await pool._respawn() is worker
+        return future.result() if future.done() else None
+
+    verdict = asyncio.run(main())
+    assert [seconds for seconds, _ in pauses] == [1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
+    assert [answered for _, answered in pauses] == ([False] * 6 if others else [False] * 2 + [True] * 4)
+    assert (verdict is None) == others
+    assert verdict is None or (verdict["failure"], verdict["detail"]) == ("infrastructure", "out of order")
 
 
 def test_an_idle_worker_that_is_killed_is_replaced(plugins: Path) -> None:
@@ -404,6 +464,20 @@ def test_what_a_slot_has_just_taken_when_the_pool_closes_gets_a_verdict(plugins:
     for turns in range(4):
         verdict = asyncio.run(main(turns))
         assert (verdict["failure"], verdict["detail"]) == ("infrastructure", "the reward server stopped"), turns
+
+
+def test_a_worker_that_takes_too_long_to_start_is_killed(plugins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nemo_prorl.rewards.pool.STARTUP_S", 0.01)
+    before = children_of(os.getpid())
+
+    async def main() -> None:
+        with pytest.raises(RewardFailure, match=r"'odd' was not ready after 0\.01 s"):
+            await PluginPool(PoolSpec("odd", {}, 1, 1.0)).start()
+        async with asyncio.timeout(9):  # while the loop runs, which would end its processes itself
+            while any(map(is_alive, children_of(os.getpid()) - before)):
+                await asyncio.sleep(0.02)
+
+    asyncio.run(main())
 
 
 def test_a_plugin_that_cannot_start_is_an_error_that_names_it(broken_plugins: Path) -> None:

@@ -46,6 +46,15 @@ def test_large_outputs_that_are_wrong_are_not_kept(box: ProcessSandbox) -> None:
     assert [len(output or b"") for output in box.run(program, lambda *_: True).outputs] == [(3 << 20) + 1] * 2
 
 
+RECURSION = "import functools, sys\nsys.setrecursionlimit(10**6)\n@functools.lru_cache(None)\ndef f(n):\n" + (
+    "    return n and 1 + f(n - 1)\nprint(f(50000))"  # some 500 bytes of the stack for each call
+)
+THREADS = "import threading as t\nend = t.Event()\nall = [t.Thread(target=end.wait) for _ in range(16)]\n" + (
+    "for one in all:\n    one.start()\nend.set()\nprint('started')"  # of 8 MiB each
+)
+PLACES = (
+    "import os, tempfile as t\nprint({os.getcwd(), t.gettempdir(), *map(os.environ.get, ('HOME', 'PWD', 'TMPDIR'))} == "
+)
 CYCLE = "class A:\n    def __del__(self):\n        print('gone')\na = A()\na.me = a\n"
 FILE = "import inspect\ndef f(): pass\nprint(inspect.getsource(f) == 'def f(): pass\\n', len(open(__file__).read()))"
 
@@ -58,6 +67,7 @@ FILE = "import inspect\ndef f(): pass\nprint(inspect.getsource(f) == 'def f(): p
         ("\ufeffprint(1)", "1\n"),
         (FILE, f"True {len(FILE)}\n"),
         ("import multiprocessing as m\nwith m.RLock():\n    print(m.Value('i', 5).value)", "5\n"),
+        ("import multiprocessing as m\nprint(len(m.Array('i', 3)))", "3\n"),
         (
             "import threading as t\nend = t.Event()\nt.Thread(target=lambda: (end.wait(0.05), print('late'))).start()",
             "late\n",
@@ -65,6 +75,9 @@ FILE = "import inspect\ndef f(): pass\nprint(inspect.getsource(f) == 'def f(): p
         ("from concurrent.futures import ThreadPoolExecutor as T\nT(1).submit(print, 'done')", "done\n"),
         ("import atexit\natexit.register(print, 'end')\nprint('begin')", "begin\nend\n"),
         (CYCLE, "gone\n"),
+        (RECURSION, "50000\n"),
+        (THREADS, "started\n"),
+        (PLACES + "{os.getcwd()})", "True\n"),
         ("print(open('/dev/stdin').read(), open('/dev/fd/0').read())", "in \n"),
         ("import shutil\nopen('a', 'w').close()\nshutil.copy('a', 'b')\nprint('copied')", "copied\n"),
         ("print({callable(name) for name in (help, quit, exit, copyright, credits, license)})", "{True}\n"),
@@ -148,7 +161,10 @@ def test_the_layers_are_those_of_the_level_and_this_user(box: ProcessSandbox) ->
         "landlock": kernel.landlock_abi(),
         "seccomp": True,
     }
-    bits = box.run(Program("import os\nprint(os.getuid(), os.getppid())", "stdin", ("",)), lambda *_: True).outputs[0]
-    uid, parent = map(int, (bits or b"").split())
+    source = "import ctypes, os\nprint(os.getuid(), os.getppid(), ctypes.CDLL(None).prctl(3))"  # PR_GET_DUMPABLE
+    uid, parent, dumpable = map(
+        int, (box.run(Program(source, "stdin", ("",)), lambda *_: True).outputs[0] or b"").split()
+    )
+    assert not dumpable  # so that no process of the same user can trace it
     assert (uid != os.geteuid()) == (os.geteuid() == 0)
     assert (parent == 1) == full  # the first process of its namespace

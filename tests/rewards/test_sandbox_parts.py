@@ -1,24 +1,27 @@
-"""Parts of the sandbox, each alone in this process: what the caller reads, the clock of a program, folders, rights."""
+"""Parts of the sandbox, each alone in this process: what the caller reads, the clock of a program, folders."""
 
 import contextlib
-import errno
 import json
 import os
+import resource
 import select
 import signal
 import socket
 import subprocess
-import sys
+import tempfile
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
+from nemo_prorl.rewards import processes
 from nemo_prorl.rewards.interface import Program
-from nemo_prorl.rewards.sandbox import client, confine, folders, kernel, zygote
+from nemo_prorl.rewards.sandbox import client, folders, kernel, zygote
 from nemo_prorl.rewards.sandbox.client import ProcessSandbox, SandboxFailure
 from nemo_prorl.rewards.sandbox.runner import ProgramLimits
 
@@ -172,9 +175,117 @@ def test_a_program_that_breaks_the_sandbox_twice_has_failed(monkeypatch: pytest.
     assert len(broken) == 1
 
 
+def test_the_caller_keeps_its_stack_and_no_folder() -> None:
+    """Programs have a large stack, for deep recursion."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    source = "import resource\nprint(resource.getrlimit(resource.RLIMIT_STACK)[0])"
+    sandbox, small = ProcessSandbox("none"), 4 << 20
+    try:
+        resource.setrlimit(resource.RLIMIT_STACK, (small, hard))
+        run = sandbox.run(Program(source, "stdin", ("",)), lambda *_: True)
+        assert resource.getrlimit(resource.RLIMIT_STACK) == (small, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_STACK, (soft, hard))
+    room = 512 << 20 if hard == resource.RLIM_INFINITY else min(512 << 20, hard)
+    assert run.outputs == (b"%d\n" % room,)
+    folder, process = Path(sandbox.folder), sandbox._process
+    assert folder.is_dir()
+    assert process is not None
+    os.kill(process.pid, signal.SIGSTOP)  # it does not end by itself
+    sandbox.close()
+    assert process.returncode == -signal.SIGKILL
+    assert not folder.exists()
+    sandbox.close()
+
+
+@pytest.mark.parametrize("level", ["none", "full"])
+def test_a_sandbox_process_that_cannot_begin_says_why(
+    level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folders, "make", lambda: str(tmp_path / "absent"))
+    sandbox = ProcessSandbox(level, tmp_mb=-1)  # which no file system takes
+    with pytest.raises(client._Broken, match="absent" if level == "none" else "mount"):
+        sandbox._start()
+    assert sandbox._process is not None
+    assert sandbox._process.wait(20) == 1
+    sandbox.close()
+
+
+@pytest.mark.parametrize("threads", [256, 257])
+def test_a_child_with_too_many_threads_is_killed_and_its_waiting_is_told(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = subprocess.Popen(["sleep", "60"])
+    pidfd, looked = os.pidfd_open(program.pid), threading.Event()
+
+    def threads_behind(fd: int) -> int:
+        looked.set()
+        return threads if folders.pid_behind(fd) == program.pid else 0
+
+    monkeypatch.setattr(folders, "threads_behind", threads_behind)
+    monkeypatch.setattr(processes, "queued_s", lambda pid: 0.5 if pid == program.pid else 0.0)
+    replies: list[Any] = []
+
+    def keep() -> None:
+        for name in ("watch", "queued"):
+            socket.send_fds(theirs, [json.dumps({name: True}).encode()], [pidfd])
+        replies.append(json.loads(theirs.recv(4096)))
+        looked.wait(9)
+        if threads == 256:
+            program.kill()
+        program.wait(9)
+        theirs.send(json.dumps({"status": 9, "killed": None, "used_s": 1.5, "queued_s": 0.25}).encode())
+
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sandbox, keeper, files = ProcessSandbox("none"), threading.Thread(target=keep), os.listdir("/proc/self/fd")
+    sandbox._socket = ours
+    with ours, theirs:
+        keeper.start()
+        child = sandbox._await_child(20.0)
+        keeper.join()
+        assert os.listdir("/proc/self/fd") == files
+    os.close(pidfd)
+    assert child == client._Child(9, "threads" if threads == 257 else None, 1.5, 0.25)
+    assert replies == [{"queued_s": 0.5}]
+
+
+def test_memory_files_are_read_from_their_begin_and_cannot_be_changed() -> None:
+    fd = client._memory_file("text", "ü\ud800")
+    assert (os.get_inheritable(fd), os.read(fd, 9)) == (False, b"\xc3\xbc\xed\xa0\x80")
+    for change in (lambda: os.pwrite(fd, b"x", 0), lambda: os.ftruncate(fd, 9), lambda: os.ftruncate(fd, 0)):
+        with pytest.raises(PermissionError):
+            change()
+    assert client._contents(fd, 1) == client._contents(fd, 1) == b"\xc3\xbc\xed\xa0\x80"
+    os.close(fd)
+    fd = os.memfd_create("large")
+    os.ftruncate(fd, (1 << 20) + 1)
+    assert [len(client._contents(fd, mb)) for mb in (1, 2)] == [1 << 20, (1 << 20) + 1]
+    os.close(fd)
+    assert client._printable("a\nb\x1b" + "x" * 400) == "a b " + "x" * 296
+
+
+def test_folders_of_ended_processes_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    own, since = folders.make(), folders._started(os.getpid())
+    born = psutil.boot_time() + int(since) / os.sysconf("SC_CLK_TCK")
+    assert born == pytest.approx(psutil.Process().create_time(), abs=2.0)
+    assert folders._started(gone.pid) == ""
+    assert Path(own).name.startswith(f"prorl-box-{os.getpid()}-{since}-")
+    left = [f"{gone.pid}-{since}-x", f"{os.getpid()}-1-x", f"x{os.getpid()}-{since}-x", ""]
+    for name in ("other", f"{os.getpid()}-1-x", *(f"prorl-box-{name}" for name in left)):
+        (tmp_path / name / "inner").mkdir(parents=True)
+    folders.sweep()
+    assert set(os.listdir(tmp_path)) == {Path(own).name, "other", f"{os.getpid()}-1-x"}
+    for _ in range(2):
+        folders.remove(own)
+        assert not Path(own).exists()
+
+
 # --- the process that keeps the programs -----------------------------------------------------------------------------
 
-LIMITS = ProgramLimits(seconds=2.0, queued_s=5.0, memory_mb=1, output_mb=1, threads=1)
+LIMITS = ProgramLimits(seconds=2.0, queued_s=5.0, memory_mb=1, output_mb=1, threads=1, descriptors=64)
 
 
 @pytest.mark.parametrize(
@@ -272,6 +383,23 @@ def test_what_hides_from_being_counted_counts_as_too_much(tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir())
 
 
+def test_a_locked_folder_is_emptied_without_the_rights_of_root(tmp_path: Path) -> None:
+    inner = tmp_path / "locked" / "inner"
+    inner.mkdir(parents=True)
+    (inner / "file").touch()
+    for folder in (inner, inner.parent, tmp_path):
+        folder.chmod(0)
+
+    def empty() -> None:
+        kernel.drop_capabilities()  # of this thread
+        zygote.empty_folder(str(tmp_path))
+
+    thread = threading.Thread(target=empty)
+    thread.start()
+    thread.join()
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_emptied_folder_bears_no_mark(tmp_path: Path) -> None:
     for number in range(4):
         (tmp_path / f".moved-{number}" / "x" / "y").mkdir(parents=True)
@@ -281,110 +409,3 @@ def test_an_emptied_folder_bears_no_mark(tmp_path: Path) -> None:
     status = tmp_path.stat()
     assert (status.st_mode & 0o7777, status.st_mtime, status.st_atime) == (0o700, 0, 0)
     assert not list(tmp_path.iterdir())
-
-
-# --- rights on files -------------------------------------------------------------------------------------------------
-
-EXECUTE, WRITE, READ, LIST = (1 << bit for bit in range(4))  # of linux/landlock.h
-REMOVE_DIR, REMOVE, CHAR, MAKE_DIR, REGULAR, SOCK, FIFO, BLOCK, SYM, REFER, TRUNCATE, IOCTL = (
-    1 << bit for bit in range(4, 16)
-)
-
-
-@pytest.mark.parametrize("abi", range(8))
-def test_landlock_gives_the_rights_that_a_program_needs(
-    abi: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "lib" / "test").mkdir(parents=True)
-    (tmp_path / "lib" / "json.py").touch()
-    (tmp_path / "dynamic").mkdir()
-    (tmp_path / "cache").touch()
-    rules: dict[str, int] = {}
-    made: list[tuple[int, ...]] = []
-    restricted: list[int] = []
-
-    def ruleset(*arguments: int) -> int:
-        made.append(arguments)
-        return os.open(os.devnull, os.O_RDONLY)
-
-    def allow(_: int, path: str, access: int) -> None:
-        rules[path] = rules.get(path, 0) | access
-
-    monkeypatch.setattr(kernel, "landlock_abi", lambda: abi)
-    monkeypatch.setattr(kernel, "landlock_ruleset", ruleset)
-    monkeypatch.setattr(kernel, "landlock_allow", allow)
-    monkeypatch.setattr(kernel, "landlock_restrict", restricted.append)
-    library = str(tmp_path / "lib")
-    files = (str(tmp_path / "cache"), "/dev/null", str(tmp_path / "absent"))
-    view = confine.View((library, str(tmp_path / "dynamic")), files, (f"{library}/test",))
-    assert confine.restrict_files(view, str(tmp_path)) == abi
-    if abi == 0:
-        assert not made + restricted
-        return
-    refer, truncate = REFER * (abi >= 2), TRUNCATE * (abi >= 3)
-    all_rights = (1 << 13) - 1 | refer | truncate | IOCTL * (abi >= 5)
-    assert made == [(all_rights, 3 * (abi >= 4), 3 * (abi >= 6), abi)]
-    assert len(restricted) == 1
-    own = READ | LIST | WRITE | REMOVE_DIR | REMOVE | MAKE_DIR | REGULAR | FIFO | SYM | truncate | refer
-    devices = dict.fromkeys(confine._DEVICES, READ | WRITE | truncate)
-    assert rules == {
-        str(tmp_path): own,
-        f"{library}/json.py": READ,
-        library: LIST,
-        str(tmp_path / "dynamic"): READ | LIST,
-        str(tmp_path / "cache"): READ,
-        **devices,
-    }
-
-
-def test_a_folder_is_open_if_all_above_it_are(tmp_path: Path) -> None:
-    (tmp_path / "closed" / "inner").mkdir(parents=True)
-    (tmp_path / "closed").chmod(0o700)
-    assert confine._open_to_all("/")
-    assert confine._open_to_all("/usr/lib")
-    assert not confine._open_to_all(str(tmp_path / "closed"))
-    assert not confine._open_to_all(str(tmp_path / "closed" / "inner"))
-
-
-def test_calls_of_the_kernel_have_the_arguments_that_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[Any, ...]] = []
-
-    def record(*arguments: Any) -> int:
-        calls.append(arguments)
-        return 7
-
-    monkeypatch.setattr(kernel, "_syscall", record)
-    for abi in range(1, 7):
-        assert kernel.landlock_ruleset(1, 2, 3, abi) == 7
-    words = (n.to_bytes(8, "little") for n in (1, 2, 3))
-    packed = b"".join(words)
-    sizes = [8, 8, 8, 16, 16, 24]
-    assert calls == [("landlock_create_ruleset", 444, packed[:size], size, 0) for size in sizes]
-    calls.clear()
-    kernel.landlock_restrict(5)
-    kernel.close_all_but({0, 1, 2, 5, 9})
-    assert calls == [
-        ("landlock_restrict_self", 446, 5, 0),
-        ("close_range", 436, 3, 4, 0),
-        ("close_range", 436, 6, 8, 0),
-        ("close_range", 436, 10, (1 << 31) - 1, 0),
-    ]
-
-    def refuse(*_: Any) -> int:
-        raise OSError(errno.ENOSYS, "no Landlock")
-
-    monkeypatch.setattr(kernel, "_syscall", refuse)
-    assert kernel.landlock_abi() == 0
-
-
-def test_a_process_without_its_parent_ends_at_once() -> None:
-    code = (
-        "import ctypes, sys\nfrom nemo_prorl.rewards.sandbox.kernel import die_with_parent\n"
-        "die_with_parent(int(sys.argv[1]))\nsignal = ctypes.c_int()\n"
-        "ctypes.CDLL(None).prctl(2, ctypes.byref(signal))\nprint(signal.value)"  # PR_GET_PDEATHSIG
-    )
-    ends = [
-        subprocess.run([sys.executable, "-c", code, str(pid)], capture_output=True, check=False)
-        for pid in (os.getpid(), 1)
-    ]
-    assert [(end.returncode, end.stdout) for end in ends] == [(0, b"9\n"), (1, b"")]

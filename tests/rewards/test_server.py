@@ -1,5 +1,6 @@
 """The real server process: token, forms of a request, back-pressure, and its end in every way."""
 
+import argparse
 import asyncio
 import contextlib
 import json
@@ -18,12 +19,16 @@ from typing import Any
 
 import aiohttp
 import pytest
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.testclient import TestClient
 
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import ConfigError
+from nemo_prorl.rewards import server
 from nemo_prorl.rewards.connections import MAX_BODY, allow_connections
 from nemo_prorl.rewards.discovery import discover
+from nemo_prorl.rewards.options import add_server_arguments
 from nemo_prorl.rewards.server import DEADLINE_HEADER, RewardApp, read_token
 from nemo_prorl.rewards.service import RewardService
 from tests.rewards.conftest import ROOT, RunningServer, StartServer, is_alive, request_of, wait_gone
@@ -188,6 +193,35 @@ def test_a_body_up_to_the_limit_is_read_and_a_server_that_stops_takes_none(monke
     health, refused = client.get("/v1/health"), client.post("/v1/score", json=[])
     assert (health.status_code, health.json()) == (503, {"status": "draining"})
     assert (refused.status_code, refused.json()) == (503, {"error": "the reward server is stopping"})
+
+
+def test_a_body_is_read_part_by_part_and_not_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def parts_left(limit: int) -> tuple[Any, int]:
+        parts = [{"type": "http.request", "body": part, "more_body": True} for part in (b"[1,", b" 2", b"]", b" ")]
+        parts[-1]["more_body"] = False
+
+        async def receive() -> dict[str, Any]:
+            return parts.pop(0)
+
+        monkeypatch.setattr("nemo_prorl.rewards.server.MAX_BODY", limit)
+        try:
+            return await server._body(Request({"type": "http", "headers": []}, receive)), len(parts)
+        except HTTPException as error:
+            return error.status_code, len(parts)
+
+    for limit, expected in ((7, ([1, 2], 0)), (6, (413, 0)), (4, (413, 2))):
+        assert asyncio.run(parts_left(limit)) == expected
+
+
+def test_the_options_of_a_server_have_these_defaults() -> None:
+    parser = argparse.ArgumentParser()
+    add_server_arguments(parser)
+    limits = {"workers": 1, "max_queue": 8192, "worker_memory_mb": 4096, "drain_s": 20}
+    address = {"host": "127.0.0.1", "public_host": None, "port": 0, "parent_pid": None, "endpoint_file": None}
+    files = {"token_file": Path("file"), "tasks": "", "settings": {}, "unsafe_no_sandbox": False}
+    assert vars(parser.parse_args(["--token-file", "file"])) == {**limits, **address, **files}
+    with pytest.raises(SystemExit):
+        parser.parse_args([])
 
 
 def test_a_reply_has_the_form_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,6 +173,14 @@ def test_controls_of_descriptors_and_the_process_are_the_harmless_ones() -> None
     }
 
 
+def test_a_part_of_the_filter_answers_for_its_call_alone() -> None:
+    """Its jumps stay inside, and its last instruction is an answer: no other part may read this call's arguments."""
+    for number, part in syscalls._special().items():
+        assert part[-1][0] == 0x06, number
+        for at, (code, yes, no, _) in enumerate(part):
+            assert code not in (0x15, 0x35) or at + 1 + max(yes, no) < len(part), number
+
+
 def test_the_filter_names_its_process_wherever_it_must() -> None:
     unbound = syscalls.build_filter(own_root=True)
     assert len(built(True)) == len(unbound)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from nemo_prorl.deadlines import Deadline
@@ -156,6 +156,25 @@ def test_merged_and_shared_tensors_are_compared(ranks: int, packed: bool) -> Non
         assert name in wrong.split("+")
 
 
+@pytest.mark.parametrize("damaged", [0, 1, 2, 3])
+def test_a_part_or_copy_of_any_rank_is_compared(damaged: int) -> None:
+    """A norm is whole on each rank; of a key-value head with two copies, the first counts."""
+    publish = weights_of(1)
+    shapes = {name: tensor.shape for name, tensor in publish.items()}
+    expected = {name: published(name, tensor, VERSION, torch.float32) for name, tensor in publish.items()}
+    other = holding({name: tensor + 1.0 for name, tensor in publish.items()}, 4, False, torch.float32, shapes)
+    ranks = holding(publish, 4, False, torch.float32, shapes)
+    ranks[damaged] = other[damaged]
+    qkv = [f"q_proj.{kind}+k_proj.{kind}+v_proj.{kind}" for kind in ("weight", "bias")]
+    assert compare(expected, ranks)[0] == [
+        *qkv,
+        "o_proj.weight",
+        "gate_proj.weight+up_proj.weight",
+        "norm.weight",
+        "embed.weight",
+    ]
+
+
 @pytest.mark.parametrize("equal", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("packed", [False, True])
@@ -264,6 +283,17 @@ def test_an_engine_names_what_it_could_not_compare_and_refuses_what_differs(tmp_
     changed = {**publish, "norm.weight": publish["norm.weight"] + 1.0}
     with pytest.raises(RuntimeError, match=r"holds other values than the published file in 1 tensors: norm.weight"):
         check_held(path, holding(changed, 1, False, torch.float32, shapes))
+
+
+def test_a_file_of_another_program_has_nothing_to_compare(tmp_path: Path) -> None:
+    from nemo_prorl.rollout.engine.weights import check_held
+
+    publish, path = weights_of(1), tmp_path / "model.safetensors"
+    for metadata in (None, {"format": "pt"}):
+        save_file(publish, path, metadata)
+        held_now = holding(publish, 1, False, torch.float32, {name: tensor.shape for name, tensor in publish.items()})
+        assert check_held(str(path), held_now) == []
+        assert from_metadata(metadata) == (0, {})
 
 
 def test_versions_differ_in_what_they_read() -> None:

@@ -46,7 +46,7 @@ def test_a_batch_by_hand() -> None:
     groups = [group_of([1.0, 0.0])] * 3  # of weights 0
     counts: dict[str, Any] = {"drawn": 9, "carried": 1, "stale": 2, "surplus": 4, "generated_tokens": 700}
     seconds: dict[str, Any] = {
-        "wall_s": 2.0,
+        "wall_s": 0.25,
         "engine_s": 1.5,
         "reward_open_s": 1.0,
         "reward_wait_s": 0.5,
@@ -64,8 +64,13 @@ def test_a_batch_by_hand() -> None:
         **{"rollout/groups": 3, "rollout/masked": 1, "rollout/staleness": 2.0},
         **{f"rollout/{name}": value for name, value in counts.items()},
         **{"time/rollout/engine_s": 1.5, "time/rollout/reward_open_s": 1.0, "time/rollout/reward_wait_s": 0.5},
-        "time/rollout/tokens_per_s": 350.0,
+        "time/rollout/tokens_per_s": 2800.0,
     }
+
+
+def test_what_is_not_collected_yet_is_nothing() -> None:
+    assert {name for name, value in vars(CollectedBatch(3, 2, 4)).items() if value} == {"step", "version", "needed"}
+    assert not any(vars(TaskTally()).values())
 
 
 def test_the_use_of_the_kv_cache_is_absent_if_no_engine_told_it() -> None:

@@ -1,5 +1,6 @@
-"""Which engine gets what, by hand; and the simulation, which fails where the decisions do."""
+"""Which engine gets what, by hand and from the pool; and the simulation, which fails where the decisions do."""
 
+import asyncio
 import sys
 from pathlib import Path
 
@@ -9,7 +10,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import simulate
 
+from nemo_prorl.deadlines import Deadline
+from nemo_prorl.rollout.engines import EnginePool
 from nemo_prorl.rollout.scheduling import is_fresh, spread
+from tests.rollout.test_client import SAMPLING, Fake, run, tokens
 
 SIZE = simulate.Size(engines=16, prompts=32, samples=8, cap=16384)
 
@@ -31,6 +35,50 @@ def test_responses_go_to_the_least_loaded(
     in_flight: list[int], responses: int, most: int, part: int, shares: list[int]
 ) -> None:
     assert spread(in_flight, responses, most, part) == shares
+
+
+def test_no_engine_is_asked_for_more_than_it_has_room_for(tmp_path: Path) -> None:
+    async def work(folder: Path) -> None:
+        fakes = [await Fake(folder, index).start() for index in range(2)]
+        for fake in fakes:
+            fake.hold = asyncio.Event()
+        pool = EnginePool(folder, "t", engines=2, max_in_flight=8)
+        requests = [
+            asyncio.ensure_future(pool.generate([5], range(k, k + 4), SAMPLING, Deadline(30, "a group")))
+            for k in range(10)
+        ]
+        while sum(fake.in_flight for fake in fakes) < 16:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        assert [fake.in_flight for fake in fakes] == [8, 8]  # least loaded first, then both full
+        for fake in fakes:
+            assert fake.hold is not None
+            fake.hold.set()
+        assert [tokens(await request)[0][0] for request in requests] == list(range(10))
+        assert max(fake.peak for fake in fakes) <= 8
+        got = await pool.generate([5], range(20), SAMPLING, Deadline(30, "more than there is room for"))
+        assert len(got) == 20
+        await pool.close()
+        for fake in fakes:
+            await fake.stop()
+
+    run(work, tmp_path)
+
+
+def test_a_request_begins_as_soon_as_another_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nemo_prorl.rollout.engines._POLL_S", 1000.0)
+
+    async def work(folder: Path) -> None:
+        fake = await Fake(folder).start()
+        pool = EnginePool(folder, "t", max_in_flight=1)
+        assert pool.generated_tokens == 0  # none is reported yet
+        requests = (pool.generate([5], [seed], SAMPLING, Deadline(30, "a group")) for seed in range(3))
+        assert [tokens(got) for got in await asyncio.gather(*requests)] == [[[seed, 2]] for seed in range(3)]
+        assert (fake.peak, pool.generated_tokens) == (1, 0)
+        await pool.close()
+        await fake.stop()
+
+    run(work, tmp_path)
 
 
 def test_surplus_is_fresh_for_as_many_steps_as_it_may_be_old() -> None:

@@ -68,6 +68,8 @@ def _add_records(one: argparse.ArgumentParser) -> None:
         "--field", action="append", default=[], metavar="NAME=COLUMN", help="column to read for field NAME; repeatable"
     )
     one.add_argument("--task", help="task of the records, for your own reward; prompts are the bare problems")
+    text = "column with a right response, which a warm-up teaches (meta.target); default: none"
+    one.add_argument("--target", metavar="COLUMN", help=text)
     one.add_argument("--licence", default="", help="licence for the manifest; default: the source's")
     one.add_argument(
         "--revision", help="commit, tag or branch for --from hub; default: the pinned commit, else the newest"

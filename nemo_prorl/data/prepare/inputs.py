@@ -23,6 +23,7 @@ class PrepareOptions:
     `form`: --format.
     `task`: task of the records; None: that of the source, whose plugin then checks truths and gold answers, and whose
         form of the answer is written into the prompts.
+    `target`: --target: column with a right response, for the warm-up; None: no such column.
     `only`: --only: a part of the source; "" means the whole source.
     `since`, `until`: the first and the last date, YYYY-MM-DD; None means the source's default.
     `columns`: --field: field -> name of its column in the source.
@@ -46,6 +47,7 @@ class PrepareOptions:
     prompt: str = "messages"
     form: str = "jsonl"
     task: str | None = None
+    target: str | None = None
     columns: dict[str, str] = field(default_factory=dict)
     licence: str = ""
     revision: str | None = None

@@ -116,6 +116,8 @@ class Preparation:
             if self._wanted is not None and not self._wanted(row):
                 continue
             drafted = self._outside(row) or opts.source.convert(row)
+            if isinstance(drafted, Draft) and opts.target and (target := str(row.needed(opts.target) or "").strip()):
+                drafted = replace(drafted, meta={**drafted.meta, "target": target})
             self._add(str(file), row.line, drafted, f"{opts.name}-{self.read}", None)
 
     def _outside(self, row: Row) -> Drop | None:

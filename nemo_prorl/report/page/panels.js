@@ -32,6 +32,8 @@ const TIME = [
   { id: "phases", title: "Time of a step by phase", unit: "s", phases: true, area: true },
   { id: "rewards-hidden", title: "Rollout: engine and rewards", unit: "s", keys: [["time/rollout/engine_s", "engine works"], ["time/rollout/reward_open_s", "a reward is open"], ["time/rollout/reward_wait_s", "only rewards wait"]], help: "The last one is the time that rewards add to a step: rewards are open, and nothing is generated or computed." },
   { id: "speed", title: "Generated tokens", unit: "tokens/s of the rollout", keys: [["time/rollout/tokens_per_s", "tokens/s"]] },
+  { id: "step-speed", title: "Trained tokens", unit: "tokens/s of the step and device", keys: [["time/step/tokens_per_s_per_device", "tokens/s"]], help: "Prompts and responses that the updates train on, by the whole step." },
+  { id: "mfu", title: "Share of the peak in updates (MFU)", unit: "share", share: true, keys: [["time/updates/mfu", "MFU"]], help: "Model FLOPs without recomputation, by the card's dense bf16 peak. Only for H100 SXM and H200." },
   { id: "generated", title: "Generated tokens a step", unit: "tokens", keys: [["rollout/generated_tokens", "tokens"]], help: "Dropped groups included." },
   { id: "memory", title: "Memory of the largest process", unit: "GB", keys: [["system/rank_gb", "trainer rank"], ["system/engine_gb", "engine"], ["system/rewards_gb", "reward server"]], help: "Host memory, with the processes that it started. GPU memory is not included." },
   { id: "free", title: "Memory left, and disk used", unit: "GB", keys: [["system/free_gb", "free on the fullest node"], ["system/run_dir_gb", "run directory"]] },

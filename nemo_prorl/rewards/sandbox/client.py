@@ -185,7 +185,7 @@ class ProcessSandbox:
         code: int,
         seconds: float,
         queued_s: float,
-        go_on: bool = False,
+        go_on: bool,
     ) -> _Child:
         """Run tests `first` to `first + count - 1` in one child.  Raises _Broken and OSError.
 

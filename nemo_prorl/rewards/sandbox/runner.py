@@ -43,7 +43,7 @@ class ProgramLimits:
     memory_mb: int
     output_mb: int
     threads: int
-    descriptors: int = 512
+    descriptors: int
 
     def apply(self) -> None:
         """Set the hard and soft limits of this process.  The limit on the stack, set by the caller, stays."""
@@ -142,7 +142,6 @@ def run_child(
     gc.enable()
     if count == 0:
         report(independent=_is_independent(job))
-        os._exit(0)
     shims.add_for(job["source"], path)
     tests = _Tests(job, files, code, report, path, state)
     for position in range(count):
@@ -229,7 +228,7 @@ class _Tests:
                 self._namespace = None if go_on else self._namespace
                 self._assert(self.job["inputs"][index])
         except SystemExit as error:
-            if style != "stdin" or error.code not in (None, 0, False):
+            if style != "stdin" or error.code not in (None, 0):
                 detail = f"SystemExit: {error.code!r}"[:300]
         except BaseException as error:
             detail = _describe(error)
@@ -256,12 +255,7 @@ class _Tests:
             os.environ.clear()
             os.environ.update(self._state.environ)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.alarm(0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        for name in [
-            name for name, module in sys.modules.items() if self._state.modules.get(name, module) is not module
-        ]:
-            sys.modules[name] = self._state.modules[name]
 
     def _is_clean(self) -> bool:
         """Return whether the test left no change that the next test could notice."""
@@ -368,7 +362,7 @@ def _stream(fd: int, mode: str, name: str) -> io.TextIOWrapper:
     raw = io.FileIO(fd, mode, closefd=False)
     raw.name = name
     buffer: Any = io.BufferedReader(raw) if mode == "r" else io.BufferedWriter(raw)
-    stream = io.TextIOWrapper(buffer, "utf-8", "strict")
+    stream = io.TextIOWrapper(buffer, "utf-8", "backslashreplace" if fd == 2 else "strict")
     stream.__dict__["mode"] = mode  # same attribute as in the interpreter
     return stream
 

@@ -103,9 +103,10 @@ class SemLock:
 
     SEM_VALUE_MAX = 2**31 - 1
 
-    def __init__(self, kind: int, value: int, maxvalue: int, name: str | None = None, unlink: bool = True) -> None:
+    def __init__(self, kind: int, value: int, maxvalue: int, *_: object) -> None:
         self.kind, self.maxvalue, self.handle, self.name = kind, maxvalue, 0, None
-        self._value, self._owner, self._held = value, 0, 0
+        self._value, self._owner = value, 0
+        self._held = 0
         self._changed = threading.Condition()
 
     def acquire(self, block: bool = True, timeout: float | None = None) -> bool:

@@ -8,10 +8,7 @@ from pathlib import Path
 import pytest
 
 from nemo_prorl import cli, settings
-from nemo_prorl.config import all_keys
-from nemo_prorl.errors import ConfigError
 from nemo_prorl.migration.files import read
-from nemo_prorl.migration.names import meant, names
 from nemo_prorl.migration.rules import convert
 from tests import paper_model
 from tests.conftest import ROOT
@@ -85,12 +82,15 @@ GRPO = "trainer.grpo"
                 f"{GRPO}.context_tokens": 1536,
                 f"{GRPO}.kl_coef": 0.001,
                 f"{GRPO}.kl_estimator": "k3",
-                f"{GRPO}.clip_low": 0.1,
-                f"{GRPO}.clip_high": 0.1,
+                f"{GRPO}.clip_low": 0.2,  # clip_ratio has no effect beside the defaults of its two halves
+                f"{GRPO}.clip_high": 0.2,
+                f"{GRPO}.dual_clip": 3.0,
+                f"{GRPO}.temperature": 1.0,
+                f"{GRPO}.dynamic_sampling.enabled": False,
                 f"{GRPO}.advantage": "group_norm",
                 f"{GRPO}.aggregation": "sequence",
             },
-            {"trainer.total_epochs": 15, "trainer.val_before_train": False},
+            {},
         ),
         (
             "openrlhf",
@@ -109,8 +109,10 @@ GRPO = "trainer.grpo"
                 f"{GRPO}.correction.kind": "icepop",
                 f"{GRPO}.correction.floor": 0.5,
                 f"{GRPO}.correction.cap": 5.0,
+                f"{GRPO}.temperature": 1.0,
+                "model.optim.betas": [0.9, 0.95],
             },
-            {"num_episodes": 100},
+            {},
         ),
         (
             "nemo_rl",
@@ -120,7 +122,8 @@ GRPO = "trainer.grpo"
                 f"{GRPO}.max_steps": 500,
                 f"{GRPO}.updates_per_step": 4,
                 f"{GRPO}.context_tokens": 512,
-                f"{GRPO}.max_response_tokens": 512,
+                f"{GRPO}.max_response_tokens": None,  # the context limits it
+                f"{GRPO}.kl_estimator": "k3",
                 f"{GRPO}.clip_high": 0.28,
                 f"{GRPO}.advantage": "leave_one_out",
                 f"{GRPO}.aggregation": "token",
@@ -142,7 +145,7 @@ def test_a_configuration_is_converted(
 ) -> None:
     (tmp_path / file).write_text(text)
     made = convert(trainer, read(tmp_path / file))
-    assert expected.items() <= made.overrides.items()
+    assert {key: made.overrides.get(key, "absent") for key in expected} == expected
     assert made.left == left
 
     assert cli.main(["convert", trainer, str(tmp_path / file)]) == 0
@@ -150,9 +153,8 @@ def test_a_configuration_is_converted(
     words = shlex.split(printed.replace("\\\n", " "), comments=True)
     assert words[:2] == ["prorl", "train"]
     model = paper_model.write(tmp_path / "model")
-    short = ["trainer.grpo.max_response_tokens=500"] if trainer == "nemo_rl" else []  # a prompt needs room here
-    few = ["trainer.devices=8", "trainer.num_nodes=1", "rollout.engines=8", "data.max_prompt_tokens=null"]
-    cfg = settings.load([*words[2:], *short, *few, f"pretrained_checkpoint.restore_from_path={model}"])
+    few = ["trainer.devices=8", "trainer.num_nodes=1", "rollout.engines=8"]
+    cfg = settings.load([*words[2:], *few, f"pretrained_checkpoint.restore_from_path={model}"])
     assert cfg.trainer.grpo.samples_per_prompt == made.overrides[f"{GRPO}.samples_per_prompt"]
     assert all(key in printed for key in left)
 
@@ -214,10 +216,12 @@ python3 -m verl.trainer.main_ppo \
 """
 
 
-def converted(trainer: str, text: str, file: Path, capsys: pytest.CaptureFixture[str]) -> tuple[list[str], list[str]]:
+def converted(
+    trainer: str, text: str, file: Path, capsys: pytest.CaptureFixture[str], code: int = 0
+) -> tuple[list[str], list[str]]:
     """Return the overrides and the comment lines that `prorl convert` prints for a file with this text."""
     file.write_text(text)
-    assert cli.main(["convert", trainer, str(file)]) == 0
+    assert cli.main(["convert", trainer, str(file)]) == code
     printed = capsys.readouterr().out
     comments = [line.removeprefix("# ") for line in printed.splitlines() if line.startswith("#")]
     return shlex.split(printed.replace("\\\n", " "), comments=True)[2:], comments
@@ -235,26 +239,37 @@ def test_constants_of_a_script_are_resolved(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("was", "becomes", "comment", "absent"),
     [
-        ("BS = 16", "BS = args.batch", "per_device_train_batch_size=BS", "prompts_per_step"),
-        ("BS = 16", "BS = 16; BS += 1", "per_device_train_batch_size=BS", "prompts_per_step"),
-        ("_steps=STEPS", "_steps=args.steps", "gradient_accumulation_steps=args.steps * 2", "prompts_per_step"),
-        ("num_generations=8", "num_generations=group", "num_generations=group", "prompts_per_step"),
-        ("beta=0.01", "beta=args.beta", "beta=args.beta", "kl_coef"),
+        ("BS = 16", "BS = args.batch", "prompts_per_step: per_device_train_batch_size=BS has", "prompts_per_step"),
+        ("BS = 16", "BS = 16; BS += 1", "prompts_per_step: per_device_train_batch_size=BS has", "prompts_per_step"),
+        (
+            "_steps=STEPS",
+            "_steps=args.n",
+            "prompts_per_step: gradient_accumulation_steps=args.n * 2",
+            "prompts_per_step",
+        ),
+        (
+            "num_generations=8",
+            "num_generations=group",
+            "samples_per_prompt: num_generations=group has",
+            "prompts_per_step",
+        ),
+        ("beta=0.01", "beta=args.beta", "kl_coef: beta=args.beta has no value here", "kl_coef"),
     ],
 )
-def test_a_value_that_is_not_a_literal_has_no_default_in_its_place(
+def test_a_value_that_is_not_a_literal_must_be_set(
     was: str, becomes: str, comment: str, absent: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = TRL_SCRIPT.replace(was, becomes)
     assert text != TRL_SCRIPT
-    overrides, comments = converted("trl", text, tmp_path / "train.py", capsys)
+    overrides, comments = converted("trl", text, tmp_path / "train.py", capsys, code=2)
     assert not [override for override in overrides if absent in override]
     assert absent == "kl_coef" or not [override for override in overrides if "updates_per_step" in override]
-    assert any(line.startswith(f"{comment} is not a literal: set trainer.grpo.") for line in comments)
+    assert comments[0] == "set this yourself:"
+    assert any(line.startswith(f"  trainer.grpo.{comment}") for line in comments)
 
 
-def test_rewards_data_and_dynamic_sampling_of_trl_are_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, comments = converted("trl", TRL_SCRIPT, tmp_path / "train.py", capsys)
+def test_rewards_and_data_of_trl_are_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides, comments = converted("trl", TRL_SCRIPT, tmp_path / "train.py", capsys)
     reward = next(
         line for line in comments if line.startswith("reward (reward_funcs=[form, accuracy], reward_weights=")
     )
@@ -262,19 +277,11 @@ def test_rewards_data_and_dynamic_sampling_of_trl_are_notes(tmp_path: Path, caps
     assert 'docs/howto/reward_function.md, "A reward function of TRL"' in reward
     assert "## A reward function of TRL\n" in (ROOT / "docs/howto/reward_function.md").read_text()
     data = next(line for line in comments if line.startswith("data (train_dataset=dataset): make prompt records with"))
-    assert "without data.train=[...] cluster=laptop trains on its puzzles" in data
-    assert any(line.endswith("add trainer.grpo.dynamic_sampling.enabled=false") for line in comments)
-    assert "no override needed: use_vllm=True, logging_steps=10" in comments
+    assert "without data.train=[...] cluster=h100_4x8 looks for the paper's ten files in data.folder" in data
+    assert "trainer.grpo.dynamic_sampling.enabled=false" in overrides
+    assert "no override needed: logging_steps=10" in comments
     assert not any(line.startswith("run_dir=DIR") for line in comments)  # output_dir names it
     assert not any("without a counterpart" in line for line in comments)
-
-
-def test_steps_per_generation_of_trl_are_updates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = "args = GRPOConfig(per_device_train_batch_size=8, gradient_accumulation_steps=4, steps_per_generation=8,"
-    overrides, comments = converted("trl", f"{text} num_generations=6)", tmp_path / "train.py", capsys)
-    assert {"trainer.grpo.prompts_per_step=10", "trainer.grpo.updates_per_step=2"} <= set(overrides)
-    assert any(line.startswith("64 responses of a process are no whole groups of 6") for line in comments)
-    assert any(line.startswith("a step here makes 2 updates; TRL counts each as a step") for line in comments)
 
 
 def test_scaled_rewards_of_trl_are_group_norm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -303,8 +310,7 @@ def test_no_setting_of_verl_vanishes(tmp_path: Path, capsys: pytest.CaptureFixtu
         "reward (custom_reward_function.path=my_reward.py, custom_reward_function.name=compute_score): add rewards.fun",
         "data (data.train_files=",
         "run_dir=DIR names the folder of the run",
-        "dynamic sampling is on by default",
-        "no override needed: data.filter_overlong_prompts=True, data.truncation=error, ",
+        "no override needed: data.truncation=error, ",
     ):
         assert any(line.startswith(start) for line in comments), start
 
@@ -313,7 +319,6 @@ def test_no_setting_of_verl_vanishes(tmp_path: Path, capsys: pytest.CaptureFixtu
     text = text.replace("trainer.nnodes=1", "").replace("=sglang", "=vllm")
     overrides, comments = converted("verl", text, tmp_path / "run.sh", capsys)
     assert {"trainer.grpo.dynamic_sampling.enabled=true", "trainer.num_nodes=1"} <= set(overrides)
-    assert not any(line.startswith("dynamic sampling") for line in comments)
     assert "  trainer.logger=['swanlab']" in comments
     assert any("no override needed" in line and "rollout.name=vllm" in line for line in comments)
 
@@ -368,51 +373,3 @@ def test_the_printed_command_can_be_planned(
     assert cli.main(["plan", *overrides, f"cluster={cluster}", model, functions, *data]) == 0
     shown = capsys.readouterr()
     assert all(row in " ".join(shown.out.split()) for row in rows), shown.err
-
-
-def test_every_key_of_the_table_is_a_key_here() -> None:
-    known = {key.name for key in all_keys()}
-    for keys in names().values():
-        for ours in keys.values():
-            assert ours in known or ours.startswith("model."), ours
-
-
-@pytest.mark.parametrize(
-    ("key", "expected"),
-    [
-        ("lr", "model.optim.lr"),
-        ("trainer.lr", "model.optim.lr"),
-        ("trainer.grpo.lr", "model.optim.lr"),
-        ("optim.lr", "model.optim.lr"),
-        ("learning_rate", "model.optim.lr"),
-        ("trainer.grpo.beta", "trainer.grpo.kl_coef"),
-        ("trainer.grpo.batch_size", "trainer.grpo.prompts_per_step"),
-        ("num_generations", "trainer.grpo.samples_per_prompt"),
-        ("actor_rollout_ref.rollout.n", "trainer.grpo.samples_per_prompt"),
-        ("max_completion_length", "trainer.grpo.max_response_tokens"),
-        ("per_device_train_batch_size", "trainer.grpo.prompts_per_step"),
-        ("gradient_accumulation_steps", "trainer.grpo.prompts_per_step"),
-        ("scale_rewards", "trainer.grpo.advantage"),
-        ("actor_rollout_ref.actor.ppo_mini_batch_size", "trainer.grpo.updates_per_step"),
-        ("trainer.grpo.max_step", "trainer.grpo.max_steps"),
-        ("trainer.gropo.max_steps", "trainer.grpo.max_steps"),
-    ],
-)
-def test_an_unknown_key_suggests_the_key_of_its_meaning(key: str, expected: str) -> None:
-    with pytest.raises(ConfigError, match=rf"Did you mean {expected}\?"):
-        settings.load([f"{key}=1"])
-
-
-def test_a_name_without_a_meaning_here_has_none() -> None:
-    assert meant("trainer.colour") is None
-
-
-@pytest.mark.parametrize(
-    ("file", "text"), [("a.yaml", "a: ["), ("b.py", "x ="), ("c.sh", "echo 'open"), ("d.json", "{}")]
-)
-def test_what_cannot_be_read_is_refused(file: str, text: str, tmp_path: Path) -> None:
-    (tmp_path / file).write_text(text)
-    with pytest.raises(ConfigError, match=file):
-        read(tmp_path / file)
-    (tmp_path / "other.json").write_text(json.dumps({"colour": "red"}))
-    assert cli.main(["convert", "verl", str(tmp_path / "other.json")]) == 2

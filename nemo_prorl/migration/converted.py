@@ -1,0 +1,160 @@
+"""The result of a conversion, and the steps that the rules of several trainers share."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+GRPO = "trainer.grpo"
+PROMPTS, GROUP, UPDATES = (f"{GRPO}.{key}" for key in ("prompts_per_step", "samples_per_prompt", "updates_per_step"))
+CONTEXT, RESPONSE, PROMPT = f"{GRPO}.context_tokens", f"{GRPO}.max_response_tokens", "data.max_prompt_tokens"
+ADVANTAGE, AGGREGATION = f"{GRPO}.advantage", f"{GRPO}.aggregation"
+KL, ESTIMATOR, ENTROPY = f"{GRPO}.kl_coef", f"{GRPO}.kl_estimator", f"{GRPO}.entropy_coef"
+CORRECTION, SAMPLING = f"{GRPO}.correction", f"{GRPO}.dynamic_sampling"
+
+
+@dataclass
+class Converted:
+    """The result of a conversion.
+
+    Attributes:
+        rest: {key of the other trainer: value} of the settings that are not converted yet.
+        overrides: {key of this project: value}.
+        unknown: {key of this project: why the user must set it}.
+        differs: sentences about what is not the same here.
+        notes: sentences about what else the user must look at.
+        needless: settings that need no override, as KEY=VALUE.
+        left: {key of the other trainer: value} of the settings without a counterpart.
+    """
+
+    rest: dict[str, Any]
+    overrides: dict[str, Any] = field(default_factory=dict)
+    unknown: dict[str, str] = field(default_factory=dict)
+    differs: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    needless: list[str] = field(default_factory=list)
+    left: dict[str, Any] = field(default_factory=dict)
+
+    def take(self, key: str, default: Any = None) -> Any:
+        """Return the value of a setting of the other trainer, and remove the setting from `rest`."""
+        return self.rest.pop(key, default)
+
+    def choose(self, ours: str, key: str, value: Any, known: Mapping[str, str], nearest: str) -> None:
+        """Set `ours` to this project's name for the method `value` of the other trainer, or to the `nearest`."""
+        self.overrides[ours] = known.get(str(value), nearest)
+        if str(value) not in known:
+            self.differs.append(f"{key}={value} has no counterpart; {ours}={nearest} is set in its place")
+
+
+def set_updates(made: Converted, responses_per_update: Any, what: str) -> None:
+    """Set updates_per_step to the responses of a step divided by `responses_per_update`, if all are known.
+
+    Args:
+        what: the other trainer's key for this number, which a message names.
+    """
+    prompts, group = made.overrides.get(PROMPTS), made.overrides.get(GROUP)
+    if prompts is None or group is None or {PROMPTS, GROUP, UPDATES} & made.unknown.keys():
+        return
+    updates, rest = divmod(prompts * group, responses_per_update)
+    if rest or not updates or prompts % updates:
+        made.unknown[UPDATES] = (
+            f"{what}: the {prompts * group} responses of a step do not make whole updates of {responses_per_update}"
+            " with whole groups"
+        )
+    else:
+        made.overrides[UPDATES] = updates
+
+
+def set_clip(made: Converted, low: Any, high: Any) -> None:
+    made.overrides |= {f"{GRPO}.clip_low": low, f"{GRPO}.clip_high": high}
+    if isinstance(low, int | float) and low > 1:
+        made.overrides[f"{GRPO}.clip_low"] = 1
+        made.notes.append(f"the lower clip range {low} is written as 1: no ratio is below 0")
+
+
+def set_kl_of_rewards(made: Converted, key: str, coefficient: Any) -> None:
+    """Set the KL term that comes nearest to a KL that is subtracted from the rewards."""
+    made.overrides |= {KL: coefficient, ESTIMATOR: "k2"}
+    if coefficient:
+        made.differs.append(
+            f"{key}: the KL is subtracted from the rewards there; here it is a term of the loss with the same"
+            " coefficient, and k2, whose gradient is that of the same KL"
+        )
+
+
+def set_correction(made: Converted, key: str, method: str, floor: Any, cap: Any) -> None:
+    """Set the correction of the gap between engine and trainer; `method` is the other trainer's value of `key`."""
+    kinds = {
+        "none": ("none", ""),
+        "tis": ("tis", ""),
+        "icepop": ("icepop", ""),
+        "sequence_tis": ("tis", "the ratio is that of the whole response there, that of each token here"),
+        "sequence_mask": (
+            "sequence_mask",
+            "the ratio is the product over the response there, and is the weight; here it is the geometric mean, and"
+            " the weight is 1",
+        ),
+        "seq-mask-tis": ("sequence_mask", "the weight of a response that is kept is its tokens' ratios there, 1 here"),
+    }
+    kind, difference = kinds[method]
+    if kind == "tis" and floor:
+        difference = difference or f"ratios are raised to {floor} there; tis here has no lower bound"
+    if cap is None and kind != "none":
+        cap = 1e8
+        made.notes.append(f"{key}: ratios have no upper bound there; {CORRECTION}.cap=1e8 is as good as none")
+    made.overrides |= {f"{CORRECTION}.kind": kind}
+    if kind != "none":
+        made.overrides |= {f"{CORRECTION}.cap": cap}
+    if kind in ("icepop", "sequence_mask"):
+        made.overrides |= {f"{CORRECTION}.floor": floor or 0}
+    if difference:
+        made.differs.append(f"{key}: {difference}")
+
+
+def set_without_std(made: Converted, key: str) -> None:
+    made.overrides[ADVANTAGE] = "leave_one_out"
+    made.differs.append(f"{key}: leave_one_out is the same but for the factor G / (G - 1), with G responses per prompt")
+
+
+def tell_constant(made: Converted, key: str, value: Any, length: str) -> None:
+    if made.overrides.get(AGGREGATION) == "constant":
+        made.differs.append(
+            f"{key}={value}: the loss is divided by {length} there, by {CONTEXT} here; without gradient clipping Adam"
+            " hides the factor, and the KL term has it too"
+        )
+
+
+def set_bf16(made: Converted) -> None:
+    made.overrides |= {"trainer.precision": "bf16", "model.megatron_amp_O2": True}
+
+
+def tell_token_weights(made: Converted, kind: Any) -> None:
+    if made.overrides.get(ADVANTAGE) == "reinforce_pp_baseline":
+        made.differs.append(f"{kind}: the std weighs a response by its tokens there, each response once here")
+
+
+def set_draws(made: Converted, factor: float) -> None:
+    """Set how many prompts a step may draw, as a multiple of its prompts; 0: as many as it takes."""
+    if not made.overrides.get(f"{SAMPLING}.enabled"):
+        return
+    if factor < 1:
+        made.differs.append(f"dynamic sampling draws without a limit there, up to {SAMPLING}.max_draw_factor here")
+    else:
+        made.overrides[f"{SAMPLING}.max_draw_factor"] = float(factor)
+
+
+def set_wandb(made: Converted, project: Any = None) -> None:
+    made.overrides["exp_manager.create_wandb_logger"] = True
+    if project is not None:
+        made.overrides["exp_manager.wandb_logger_kwargs.project"] = project
+    made.notes.append("Weights & Biases: run `wandb login`, or set WANDB_API_KEY, before the start; else leave it out")
+
+
+def tell_data(made: Converted, *keys: str) -> None:
+    """Take these keys, and add a note on how to make prompt records from their data."""
+    found = ", ".join(f"{key}={value}" for key in keys if (value := made.take(key)) is not None)
+    made.notes.append(
+        f"data{f' ({found})' if found else ''}: make prompt records with `prorl data prepare math --from FILE --out"
+        " DIR` (with `--task TASK` for a reward function of your own), then set data.train and data.validation; without"
+        " data.train=[...] cluster=h100_4x8 looks for the paper's ten files in data.folder, and cluster=laptop trains"
+        " on its puzzles"
+    )

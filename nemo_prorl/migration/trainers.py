@@ -1,0 +1,419 @@
+"""The rules of each trainer: they take settings out of `Converted.rest`, and set the overrides that these mean."""
+
+import ast
+import re
+from collections.abc import Callable
+
+from nemo_prorl.migration.converted import (
+    ADVANTAGE,
+    AGGREGATION,
+    CONTEXT,
+    CORRECTION,
+    ENTROPY,
+    ESTIMATOR,
+    GROUP,
+    GRPO,
+    KL,
+    PROMPT,
+    PROMPTS,
+    RESPONSE,
+    SAMPLING,
+    UPDATES,
+    Converted,
+    set_bf16,
+    set_clip,
+    set_correction,
+    set_draws,
+    set_kl_of_rewards,
+    set_updates,
+    set_wandb,
+    set_without_std,
+    tell_constant,
+    tell_data,
+    tell_token_weights,
+)
+from nemo_prorl.migration.files import BASE
+from nemo_prorl.migration.names import table
+from nemo_prorl.migration.shell import Expression
+
+_UPDATE_COUNTS = [f"{GRPO}.{key}" for key in ("max_steps", "checkpoint_every", "validate_every")]
+
+
+def _trl(made: Converted) -> None:
+    take = made.take
+    low, high = take("epsilon"), take("epsilon_high")
+    set_clip(made, low, low if high is None else high)
+    made.overrides["model.optim.betas"] = [take("adam_beta1"), take("adam_beta2")]
+    made.overrides[ESTIMATOR] = "k3"
+    made.overrides[f"{SAMPLING}.enabled"] = False
+    if "wandb" in str(take("report_to", "")):
+        set_wandb(made)
+    scale = str(take("scale_rewards")).lower()
+    if scale in ("false", "none"):
+        set_without_std(made, f"scale_rewards={scale}")
+    else:
+        made.overrides[ADVANTAGE] = "reinforce_pp_baseline" if scale == "batch" else "group_norm"
+    if scale == "batch":
+        made.differs.append("scale_rewards=batch: divided by the std of the rewards there, of the differences here")
+    kind = take("loss_type")
+    known = {"grpo": "sequence", "bnpo": "token", "dapo": "token", "dr_grpo": "constant"}
+    made.choose(AGGREGATION, "loss_type", kind, known, "sequence" if kind in ("sapo", "luspo") else "token")
+    tell_constant(made, "loss_type", kind, "max_completion_length")
+    if kind == "bnpo":
+        made.differs.append("loss_type=bnpo: the mean over tokens is that of a process there, that of the update here")
+    if (model := take("model")) is not None:
+        made.overrides.setdefault("pretrained_checkpoint.restore_from_path", model)
+    if (length := take("vllm_max_model_length")) is not None:
+        made.overrides[CONTEXT] = length
+    _trl_batch(made)
+    _trl_engine(made)
+    _trl_reference(made)
+    if take("use_adaptive_entropy"):
+        entropy = f"{GRPO}.adaptive_entropy"
+        names = {"target": "entropy_target", "step": "entropy_coef_delta", "maximum": "entropy_coef_max"}
+        made.overrides |= {f"{entropy}.{ours}": take(theirs) for ours, theirs in names.items()}
+        made.overrides[f"{entropy}.enabled"] = True
+        made.differs.append(f"use_adaptive_entropy: begins at {made.overrides.get(ENTROPY)} there, at 0 here")
+        made.overrides[ENTROPY] = 0
+    if take("bf16"):
+        set_bf16(made)
+    _trl_rewards(made)
+    tell_data(made, "train_dataset", "eval_dataset", "dataset_name", "dataset_config")
+
+
+def _trl_engine(made: Converted) -> None:
+    take = made.take
+    has_engine, corrects = take("use_vllm"), take("vllm_importance_sampling_correction")
+    mode, key = take("vllm_importance_sampling_mode"), "vllm_importance_sampling_mode"
+    floor, cap = take("vllm_importance_sampling_clip_min"), take("vllm_importance_sampling_clip_max")
+    known = {"token_truncate": "tis", "token_mask": "icepop", "sequence_truncate": "sequence_tis"}
+    if not has_engine:
+        set_correction(made, key, "tis", None, 2.0)
+        made.notes.append("use_vllm=false: the trainer itself samples there; here an engine does, with its correction")
+    else:
+        method = known.get(mode, "sequence_mask") if corrects else "none"
+        set_correction(made, f"{key}={mode}", method, floor, cap)
+
+
+def _trl_reference(made: Converted) -> None:
+    sync, every, alpha = (made.take(key) for key in ("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha"))
+    if not sync:
+        return
+    if made.overrides.get(KL) == 0:
+        made.notes.append("sync_ref_model has no effect with beta=0, which needs no reference policy")
+        return
+    made.overrides |= {"trainer.resets.every": every, "trainer.resets.parts": "reference"}
+    if alpha != 1:
+        made.differs.append(
+            f"sync_ref_model: the reference becomes {alpha} (ref_model_mixup_alpha) of the policy and the rest of"
+            " itself there; here it becomes the policy"
+        )
+
+
+def _trl_batch(made: Converted) -> None:
+    """Set the prompts and updates of a step for one process, unless a size that they follow from is unknown."""
+    take, group = made.take, made.overrides.get(GROUP)
+    device, accumulated = take("per_device_train_batch_size"), take("gradient_accumulation_steps")
+    whole, steps = take("generation_batch_size"), take("steps_per_generation")
+    made.overrides |= {"trainer.num_nodes": 1, "trainer.devices": 1}
+    if {PROMPTS, GROUP} & made.unknown.keys() or None in (device, accumulated, group):
+        return
+    batch = device * accumulated
+    generated = max(batch, whole or device * (steps or accumulated))
+    made.overrides[PROMPTS] = max(1, generated // group)
+    made.notes.append(
+        f"TRL's batch is that of one process: for N processes multiply {PROMPTS}, trainer.devices and rollout.engines"
+        " by N"
+    )
+    if generated % group:
+        made.unknown[PROMPTS] = f"{generated} responses of a process are no whole groups of {group}"
+        return
+    set_updates(made, batch, "per_device_train_batch_size * gradient_accumulation_steps")
+    if (updates := made.overrides.get(UPDATES, 1)) > 1:
+        for key in [one for one in (*_UPDATE_COUNTS, "trainer.resets.every") if one in made.overrides]:
+            made.overrides[key] = -(-made.overrides[key] // updates)
+        made.notes.append(f"a step here makes {updates} of TRL's steps: numbers of steps are divided by {updates}")
+
+
+def _trl_rewards(made: Converted) -> None:
+    """Add a note with the override for TRL's reward functions and their weights; leave a reward model in `rest`."""
+    functions, weights = made.rest.get("reward_funcs"), made.rest.get("reward_weights")
+    if isinstance(functions, Expression):
+        node = ast.parse(functions, mode="eval").body
+        names = [one.id if isinstance(one, ast.Name) else "FUNCTION" for one in getattr(node, "elts", [node])]
+    else:
+        names = [str(one).rsplit(".", 1)[-1] for one in (functions if isinstance(functions, list) else [functions])]
+        if functions is None or "/" in str(functions):
+            return
+    parts = [f"FILE.py:{name}" for name in names]
+    if isinstance(weights, list) and len(weights) == len(parts):
+        parts = [f"{part}*{weight:g}" for part, weight in zip(parts, weights, strict=True)]
+    quoted = {"reward_funcs": f"[{', '.join(names)}]" if isinstance(functions, list) else functions}
+    given = [
+        f"{key}={quoted.get(key, made.take(key))}" for key in ("reward_funcs", "reward_weights") if key in made.rest
+    ]
+    made.take("reward_funcs")
+    made.notes.append(
+        f"reward ({', '.join(given)}): add 'rewards.functions.TASK={' + '.join(parts)}', with functions of one"
+        ' response made as in docs/howto/reward_function.md, "A reward function of TRL"'
+    )
+
+
+def _verl(made: Converted) -> None:
+    take, actor = made.take, "actor_rollout_ref.actor"
+    both, low, high = (take(f"{actor}.clip_ratio{end}") for end in ("", "_low", "_high"))
+    set_clip(made, both if low is None else low, both if high is None else high)
+    if both is not None and both not in (low, high) and None not in (low, high):
+        made.notes.append(
+            f"clip_ratio={both} has no effect there, because clip_ratio_low and clip_ratio_high have values"
+        )
+    if not re.fullmatch(r"(ppo|dapo)(_megatron)?_trainer(\.yaml)?", str(name := take("config_name", "ppo_trainer"))):
+        made.unknown[f"config_name={name}"] = "what only this file sets was not read; the defaults are ppo_trainer's"
+    _verl_kl(made, actor)
+    _verl_advantage(made)
+    mode = take(f"{actor}.loss_agg_mode")
+    modes = {"token-mean": "token", "seq-mean-token-mean": "sequence", "seq-mean-token-sum-norm": "constant"}
+    made.choose(AGGREGATION, "loss_agg_mode", mode, modes, "constant")
+    tell_constant(made, "loss_agg_mode", mode, "data.max_response_length")
+    prompts, group = take(f"{actor}.ppo_mini_batch_size"), made.overrides.get(GROUP)
+    if prompts is not None and group is not None:
+        set_updates(made, prompts * group, "ppo_mini_batch_size")
+    _verl_sampling(made)
+    _verl_correction(made)
+    _verl_rewards(made)
+    _verl_loggers(made)
+    if made.rest.get("actor_rollout_ref.rollout.name") == "vllm":
+        made.needless.append(f"actor_rollout_ref.rollout.name={take('actor_rollout_ref.rollout.name')}")
+    tell_data(made, "data.train_files", "data.val_files")
+
+
+def _verl_advantage(made: Converted) -> None:
+    take = made.take
+    kind, by_std = take("algorithm.adv_estimator"), take("algorithm.norm_adv_by_std_in_grpo")
+    known = {"grpo": "group_norm", "grpo_vectorized": "group_norm", "rloo": "leave_one_out"}
+    known |= {"rloo_vectorized": "leave_one_out", "reinforce_plus_plus_baseline": "reinforce_pp_baseline"}
+    made.choose(ADVANTAGE, "algorithm.adv_estimator", kind, known, "group_norm")
+    if known.get(str(kind)) == "group_norm" and by_std is False:
+        set_without_std(made, "algorithm.norm_adv_by_std_in_grpo=false")
+    tell_token_weights(made, f"algorithm.adv_estimator={kind}")
+
+
+def _verl_sampling(made: Converted) -> None:
+    take = made.take
+    tokens, penalty = take("overlong_buffer_cfg.len"), take("overlong_buffer_cfg.penalty_factor")
+    if take("overlong_buffer_cfg.enable"):
+        made.overrides |= {f"{GRPO}.shaping.overlong_tokens": tokens, f"{GRPO}.shaping.overlong_penalty": penalty}
+    drawn, batches = take("data.gen_batch_size"), take("algorithm.filter_groups.max_num_gen_batches")
+    if (prompts := made.overrides.get(PROMPTS)) and f"{SAMPLING}.max_draw_factor" not in made.unknown:
+        set_draws(made, (batches or 0) * (drawn or prompts) / prompts)
+    if take("algorithm.filter_groups.metric", "acc") not in ("acc", "seq_reward"):
+        made.differs.append("algorithm.filter_groups.metric: a group is kept here if its rewards differ")
+
+
+def _verl_loggers(made: Converted) -> None:
+    if loggers := made.take("trainer.logger"):
+        loggers = loggers if isinstance(loggers, list) else [loggers]
+        if "wandb" in loggers:
+            set_wandb(made, made.take("trainer.project_name"))
+        if others := [one for one in loggers if one not in ("console", "tensorboard", "wandb")]:
+            made.rest["trainer.logger"] = others
+
+
+def _verl_kl(made: Converted, actor: str) -> None:
+    take = made.take
+    in_loss, coefficient, kind = (take(f"{actor}.{key}") for key in ("use_kl_loss", "kl_loss_coef", "kl_loss_type"))
+    in_rewards, other = take("algorithm.use_kl_in_reward"), take("algorithm.kl_ctrl.kl_coef")
+    if in_rewards and not in_loss:
+        set_kl_of_rewards(made, "algorithm.use_kl_in_reward", other)
+        return
+    if in_rewards:
+        made.differs.append("algorithm.use_kl_in_reward beside use_kl_loss: only the term of the loss is set")
+    made.overrides[KL] = coefficient if in_loss else 0
+    estimators = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+    made.choose(ESTIMATOR, "kl_loss_type", kind, estimators, "k2")
+
+
+def _verl_correction(made: Converted) -> None:
+    prefix = "algorithm.rollout_correction.rollout"
+    kind, cap, mask, bounds = (made.take(f"{prefix}_{key}") for key in ("is", "is_threshold", "rs", "rs_threshold"))
+    if mask is not None:
+        made.unknown[f"{CORRECTION}.kind"] = f"{prefix}_rs={mask}, {prefix}_rs_threshold={bounds}: see the methods here"
+    elif kind is None:
+        set_correction(made, f"{prefix}_is", "none", None, None)
+    else:
+        set_correction(made, f"{prefix}_is={kind}", "tis" if kind == "token" else "sequence_tis", None, cap)
+
+
+def _verl_rewards(made: Converted) -> None:
+    """Add a note with the override for verl's own reward function, if the file has one."""
+    prefixes = "custom_reward_function", "reward.custom_reward_function"
+    keys = [f"{prefix}.{key}" for prefix in prefixes for key in ("path", "name")]
+    if given := {key: made.take(key) for key in keys if key in made.rest}:
+        name = next((value for key, value in given.items() if key.endswith(".name")), "compute_score")
+        made.notes.append(
+            f"reward ({', '.join(f'{key}={value}' for key, value in given.items())}): add"
+            " rewards.functions.TASK=FILE.py:score, where score(prompt, response, truth) calls"
+            f" {name} (docs/howto/reward_function.md)"
+        )
+
+
+def _nemo_rl(made: Converted) -> None:
+    take = made.take
+    if (base := take(BASE)) is not None:
+        if str(base).endswith("grpo_math_1B.yaml"):
+            made.notes.append(f"defaults={base} is not beside the file: {table('nemo_rl')['source']} takes its place")
+        else:
+            made.unknown[f"{BASE}={base}"] = "this file is missing: put it where the name says, and convert again"
+    _nemo_rl_optimizer(made)
+    set_clip(made, take("loss_fn.ratio_clip_min"), made.overrides.get(f"{GRPO}.clip_high"))
+    made.overrides[ENTROPY] = 0
+    made.overrides[AGGREGATION] = "token" if take("loss_fn.token_level_loss") else "sequence"
+    _nemo_rl_advantage(made)
+    whole = take("policy.train_global_batch_size")
+    if whole is not None:
+        set_updates(made, whole, "train_global_batch_size")
+    _nemo_rl_correction(made)
+    batches, multiplier = take("grpo.dynamic_sampling_max_gen_batches"), take("grpo.batch_multiplier")
+    set_draws(made, (batches or 0) * (multiplier or 1))
+    _nemo_rl_shaping(made)
+    if made.overrides.get(KL):
+        made.differs.append(
+            "reference_policy_kl_penalty: the gradient of the KL term also weighs tokens by their probability there"
+            " (arXiv 2506.09477)"
+        )
+    if str(take("policy.precision")) == "bfloat16":
+        set_bf16(made)
+    if made.rest.get("logger.wandb_enabled"):
+        set_wandb(made, take("logger.wandb.project"))
+    tell_data(made, *[key for key in made.rest if key.endswith((".dataset_name", ".data_path"))])
+
+
+def _nemo_rl_correction(made: Converted) -> None:
+    take = made.take
+    method, key = take("loss_fn.truncated_importance_sampling_type"), "truncated_importance_sampling_type"
+    ratio = "loss_fn.truncated_importance_sampling_ratio"
+    cap, floor = take(ratio), take(f"{ratio}_min")
+    corrects = take("loss_fn.use_importance_sampling_correction")
+    set_correction(made, f"{key}={method}", str(method or "tis") if corrects else "none", floor, cap)
+
+
+def _nemo_rl_shaping(made: Converted) -> None:
+    lengths = "overlong_buffer_length", "overlong_buffer_penalty", "max_response_length"
+    keys = "enabled", *lengths, "stop_properly_penalty_coef"
+    shaping = {key: made.take(f"grpo.reward_shaping.{key}") for key in keys}
+    if shaping["enabled"]:
+        factor = shaping["stop_properly_penalty_coef"]
+        if factor is not None:  # NeMo-RL then leaves the other penalty out
+            made.overrides[f"{GRPO}.unfinished_factor"] = factor
+        else:
+            made.overrides[f"{GRPO}.shaping.overlong_tokens"] = shaping["overlong_buffer_length"]
+            made.overrides[f"{GRPO}.shaping.overlong_penalty"] = shaping["overlong_buffer_penalty"]
+            if shaping["max_response_length"] not in (None, made.overrides.get(RESPONSE)):
+                made.differs.append(
+                    f"grpo.reward_shaping.max_response_length={shaping['max_response_length']}: the penalty ends there;"
+                    " here it ends at the longest response"
+                )
+
+
+def _nemo_rl_optimizer(made: Converted) -> None:
+    """Set the optimizer from the keys of the back end that is on, and drop those of the other one."""
+    has_megatron = made.take("policy.megatron_cfg.enabled")
+    on, off = "policy.megatron_cfg", "policy.dtensor_cfg"
+    prefix = f"{on}.optimizer" if has_megatron else "policy.optimizer.kwargs"
+    found = {key.rsplit(".", 1)[-1]: made.take(key) for key in list(made.rest) if key.startswith(f"{prefix}.")}
+    names = {"model.optim.lr": "lr", "model.optim.weight_decay": "weight_decay", "model.optim.betas": "betas"}
+    if has_megatron:
+        found["betas"] = [found.get("adam_beta1"), found.get("adam_beta2")]
+    names["+model.optim.eps"] = "adam_eps" if has_megatron else "eps"
+    made.overrides |= {ours: found[theirs] for ours, theirs in names.items() if theirs in found}
+    unused = (off, "policy.optimizer", "policy.scheduler") if has_megatron else (on,)
+    made.rest = {key: value for key, value in made.rest.items() if not key.startswith(unused)}
+
+
+def _nemo_rl_advantage(made: Converted) -> None:
+    take, own = made.take, "grpo.adv_estimator"
+    kind, minus_baseline = take(f"{own}.name"), take(f"{own}.minus_baseline")
+    options = {}
+    for key in ("normalize_rewards", "use_leave_one_out_baseline"):
+        general, special = take(f"grpo.{key}"), take(f"{own}.{key}")
+        options[key] = general if special is None else special
+    normalizes, leaves_one_out = options.values()
+    if kind == "reinforce_plus_plus" and minus_baseline:
+        made.overrides[ADVANTAGE] = "reinforce_pp_baseline"
+        tell_token_weights(made, f"{own}.name={kind}")
+    elif kind != "grpo":
+        made.choose(ADVANTAGE, f"{own}.name", kind, {}, "reinforce_pp_baseline")
+    elif normalizes:
+        made.overrides[ADVANTAGE] = "group_norm"
+        if leaves_one_out:
+            made.differs.append(
+                "use_leave_one_out_baseline with normalize_rewards: mean and std are those of the other responses"
+                " there, those of the whole group here"
+            )
+    elif leaves_one_out:
+        made.overrides[ADVANTAGE] = "leave_one_out"
+    else:
+        set_without_std(made, "normalize_rewards=false without use_leave_one_out_baseline")
+
+
+def _openrlhf(made: Converted) -> None:
+    take = made.take
+    both, pair = take("actor.eps_clip"), take("actor.eps_clip_low_high")
+    set_clip(made, *(pair or (both, both)))
+    made.overrides.setdefault(ENTROPY, 0)
+    made.overrides[AGGREGATION] = "token"
+    if PROMPT in made.overrides and isinstance(made.overrides.get(RESPONSE), int):  # the form before April 2026
+        made.overrides[CONTEXT] = made.overrides[PROMPT] + made.overrides[RESPONSE]
+    if (size := take("train.batch_size")) is not None:
+        set_updates(made, size, "train.batch_size")
+    _openrlhf_advantage(made)
+    if not take("algo.kl.use_loss"):
+        set_kl_of_rewards(made, "algo.kl.use_loss=false", made.overrides.get(KL))
+    _openrlhf_correction(made)
+    set_draws(made, 0)
+    if (factor := take("reward.stop_properly_penalty_coef")) is not None:
+        if factor >= 0:
+            made.overrides[f"{GRPO}.unfinished_factor"] = factor
+        else:
+            made.differs.append(f"stop_properly_penalty_coef={factor}: the reward of cut-off responses there; not here")
+    if take("ds.param_dtype") == "bf16":
+        set_bf16(made)
+    if take("data.apply_chat_template"):
+        made.overrides["data.prompt"] = "chat"
+    if take("vllm.enable_sleep"):
+        made.overrides["rollout.sleep"] = 1
+    keys = [key for key in ("reward.remote_url", "train.agent_func_path") if key in made.rest]
+    if given := [f"{key}={take(key)}" for key in keys]:
+        made.notes.append(
+            f"reward ({', '.join(given)}): add rewards.functions.TASK=FILE.py:score, where score(prompt, response,"
+            " truth) calls its function (docs/howto/reward_function.md)"
+        )
+    tell_data(made, "data.prompt_dataset", "eval.dataset", "data.input_key", "data.label_key")
+
+
+def _openrlhf_advantage(made: Converted) -> None:
+    take = made.take
+    kind, without_std = take("algo.advantage.estimator"), take("algo.advantage.no_std_norm")
+    known = {"group_norm": "group_norm", "rloo": "leave_one_out", "reinforce_baseline": "reinforce_pp_baseline"}
+    if kind == "dr_grpo" or (kind == "reinforce_baseline" and without_std):
+        set_without_std(made, f"algo.advantage.estimator={kind}")
+    else:
+        made.choose(ADVANTAGE, "algo.advantage.estimator", kind, known, "group_norm")
+        tell_token_weights(made, f"algo.advantage.estimator={kind}")
+
+
+def _openrlhf_correction(made: Converted) -> None:
+    take = made.take
+    corrects, kind = take("algo.advantage.is_correction_enable"), take("algo.advantage.is_correction_type")
+    if take("use_icepop"):
+        kind = "icepop"
+    floor, cap = take("algo.advantage.is_correction_threshold") or (None, None)
+    set_correction(made, f"algo.advantage.is_correction_type={kind}", str(kind) if corrects else "none", floor, cap)
+
+
+RULES: dict[str, Callable[[Converted], None]] = {
+    "trl": _trl,
+    "verl": _verl,
+    "nemo_rl": _nemo_rl,
+    "openrlhf": _openrlhf,
+}

@@ -1,0 +1,152 @@
+"""Settings of other trainers that need more than another name: what `prorl convert` makes of their meaning."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.migration.test_convert import GRPO, VERL_SCRIPT, converted
+
+
+def test_steps_per_generation_of_trl_are_updates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "args = GRPOConfig(per_device_train_batch_size=8, gradient_accumulation_steps=4, steps_per_generation=8,"
+    text += " max_steps=101, num_generations="
+    overrides, comments = converted("trl", f"{text}4)", tmp_path / "train.py", capsys)
+    assert {f"{GRPO}.prompts_per_step=16", f"{GRPO}.updates_per_step=2", f"{GRPO}.max_steps=51"} <= set(overrides)
+    assert any(line.startswith("a step here makes 2 of TRL's steps: numbers of steps are divided") for line in comments)
+
+    overrides, comments = converted("trl", f"{text}6)", tmp_path / "train.py", capsys, code=2)
+    assert not any("prompts_per_step" in override for override in overrides)
+    assert f"  {GRPO}.prompts_per_step: 64 responses of a process are no whole groups of 6" in comments
+
+
+def test_generations_within_an_update_of_trl_are_one_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "args = GRPOConfig(per_device_train_batch_size=4, gradient_accumulation_steps=32, steps_per_generation=8)"
+    overrides, _ = converted("trl", text, tmp_path / "train.py", capsys)
+    assert {f"{GRPO}.prompts_per_step=16", f"{GRPO}.updates_per_step=1"} <= set(overrides)
+
+
+@pytest.mark.parametrize(
+    ("words", "coefficient", "estimator"),
+    [
+        ("", "0", "k3"),
+        ("actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_type=mse", "0.001", "k2"),
+        ("algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.02", "0.02", "k2"),
+    ],
+)
+def test_the_kl_of_verl_is_where_the_script_puts_it(
+    words: str, coefficient: str, estimator: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = f"python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo {words}"
+    overrides, comments = converted("verl", text, tmp_path / "run.sh", capsys)
+    assert {f"{GRPO}.kl_coef={coefficient}", f"{GRPO}.kl_estimator={estimator}"} <= set(overrides)
+    assert any("algorithm.use_kl_in_reward: the KL is subtracted" in line for line in comments) == ("reward" in words)
+
+
+def test_a_clip_ratio_of_verl_without_an_effect_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, told in (
+        ("clip_ratio=0.1", True),
+        ("clip_ratio=0.1 actor_rollout_ref.actor.clip_ratio_low=null", False),
+    ):
+        text = f"python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.{words}"
+        overrides, comments = converted("verl", text, tmp_path / "run.sh", capsys)
+        assert (f"{GRPO}.clip_low=0.2" if told else f"{GRPO}.clip_low=0.1") in overrides
+        assert any(line.startswith("clip_ratio=0.1 has no effect there") for line in comments) == told
+
+
+def test_an_update_has_whole_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "python3 -m openrlhf.cli.train_ppo_ray --rollout.batch_size 6 --rollout.n_samples_per_prompt 4"
+    text += " --train.batch_size"
+    overrides, _ = converted("openrlhf", f"{text} 8", tmp_path / "run.sh", capsys)
+    assert f"{GRPO}.updates_per_step=3" in overrides
+    overrides, comments = converted("openrlhf", f"{text} 6", tmp_path / "run.sh", capsys, code=2)
+    assert not any("updates_per_step" in override for override in overrides)
+    assert any(
+        "the 24 responses of a step do not make whole updates of 6 with whole groups" in line for line in comments
+    )
+
+
+SYNC = "sync_ref_model=True, ref_model_sync_steps=64"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "set_", "comment"),
+    [
+        (
+            f"{SYNC}, beta=0.1",
+            True,
+            "  sync_ref_model: the reference becomes 0.6 (ref_model_mixup_alpha) of the policy and",
+        ),
+        (f"{SYNC}, beta=0.1, ref_model_mixup_alpha=1", True, None),
+        (SYNC, False, "sync_ref_model has no effect with beta=0, which needs no reference policy"),
+        ("ref_model_sync_steps=64, beta=0.1", False, None),
+    ],
+)
+def test_a_synchronized_reference_of_trl_resets_the_reference_only(
+    arguments: str, set_: bool, comment: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides, comments = converted("trl", f"GRPOConfig({arguments})", tmp_path / "train.py", capsys)
+    resets = [override for override in overrides if override.startswith("trainer.resets")]
+    assert resets == (["trainer.resets.every=64", "trainer.resets.parts=reference"] if set_ else [])
+    found = [line for line in comments if "sync_ref_model" in line]
+    assert len(found) == (comment is not None)
+    assert all(line.startswith(str(comment)) for line in found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("vllm_importance_sampling_correction=False", ["kind=none"]),
+        ("vllm_importance_sampling_mode='token_truncate', vllm_importance_sampling_cap=2.0", ["cap=2", "kind=tis"]),
+        (
+            "vllm_importance_sampling_mode='token_mask', vllm_importance_sampling_clip_min=0.5",
+            ["cap=3", "floor=0.5", "kind=icepop"],
+        ),
+    ],
+)
+def test_the_correction_of_trl_is_that_of_here(
+    arguments: str, expected: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides, comments = converted("trl", f"GRPOConfig(use_vllm=True, {arguments})", tmp_path / "train.py", capsys)
+    found = [one.removeprefix(f"{GRPO}.correction.") for one in overrides if one.startswith(f"{GRPO}.correction.")]
+    assert found == expected
+    assert not any("vllm_importance" in line for line in comments)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "file", "text", "named"),
+    [
+        ("trl", "train.py", "GRPOConfig(scale_rewards=False)", "scale_rewards=false"),
+        (
+            "verl",
+            "run.sh",
+            "python3 -m x algorithm.adv_estimator=grpo algorithm.norm_adv_by_std_in_grpo=false",
+            "algorithm.norm_adv_by_std_in_grpo=false",
+        ),
+        (
+            "openrlhf",
+            "run.sh",
+            "python3 -m x --algo.advantage.estimator dr_grpo --rollout.n_samples_per_prompt 8",
+            "algo.advantage.estimator=dr_grpo",
+        ),
+    ],
+)
+def test_advantages_without_a_std_are_leave_one_out_but_for_a_factor(
+    trainer: str, file: str, text: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides, comments = converted(trainer, text, tmp_path / file, capsys)
+    assert f"{GRPO}.advantage=leave_one_out" in overrides
+    assert (
+        f"  {named}: leave_one_out is the same but for the factor G / (G - 1), with G responses per prompt" in comments
+    )
+
+
+def test_a_setting_without_an_effect_is_not_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, comments = converted("trl", "GRPOConfig(num_iterations=1, top_p=1.0, top_k=0)", tmp_path / "train.py", capsys)
+    assert "no override needed: top_p=1.0, top_k=0, num_iterations=1" in comments
+    assert not any("without a counterpart" in line for line in comments)
+    _, comments = converted("trl", "GRPOConfig(num_iterations=2, top_p=0.9)", tmp_path / "train.py", capsys)
+    assert {line.split(":")[0] for line in comments} >= {"  top_p=0.9", "  num_iterations=2"}
+
+    text = VERL_SCRIPT.replace("trainer.nnodes=1", "trainer.nnodes=1 trainer.val_before_train=true")
+    _, comments = converted("verl", text, tmp_path / "run.sh", capsys)
+    assert any("no override needed" in line and "trainer.val_before_train=True" in line for line in comments)

@@ -1,0 +1,96 @@
+"""Names of other trainers' keys: what an unknown key suggests, and which files are refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nemo_prorl import cli, settings
+from nemo_prorl.config import all_keys
+from nemo_prorl.errors import ConfigError
+from nemo_prorl.migration.files import read
+from nemo_prorl.migration.names import TITLES, meant, names, table
+from nemo_prorl.migration.rules import convert
+from nemo_prorl.migration.shell import Expression
+
+
+def test_every_key_of_the_table_is_a_key_here() -> None:
+    known = {key.name for key in all_keys()}
+    for keys in names().values():
+        for ours in keys.values():
+            assert ours in known or ours.lstrip("+").startswith("model."), ours
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("lr", "model.optim.lr"),
+        ("trainer.lr", "model.optim.lr"),
+        ("trainer.grpo.lr", "model.optim.lr"),
+        ("optim.lr", "model.optim.lr"),
+        ("learning_rate", "model.optim.lr"),
+        ("trainer.grpo.beta", "trainer.grpo.kl_coef"),
+        ("trainer.grpo.batch_size", "trainer.grpo.prompts_per_step"),
+        ("num_generations", "trainer.grpo.samples_per_prompt"),
+        ("actor_rollout_ref.rollout.n", "trainer.grpo.samples_per_prompt"),
+        ("max_completion_length", "trainer.grpo.max_response_tokens"),
+        ("per_device_train_batch_size", "trainer.grpo.prompts_per_step"),
+        ("gradient_accumulation_steps", "trainer.grpo.prompts_per_step"),
+        ("scale_rewards", "trainer.grpo.advantage"),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size", "trainer.grpo.updates_per_step"),
+        ("trainer.grpo.max_step", "trainer.grpo.max_steps"),
+        ("trainer.gropo.max_steps", "trainer.grpo.max_steps"),
+    ],
+)
+def test_an_unknown_key_suggests_the_key_of_its_meaning(key: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=rf"Did you mean {expected}\?"):
+        settings.load([f"{key}=1"])
+
+
+def test_a_name_without_a_meaning_here_has_none() -> None:
+    assert meant("trainer.colour") is None
+
+
+@pytest.mark.parametrize(
+    ("file", "text"), [("a.yaml", "a: ["), ("b.py", "x ="), ("c.sh", "echo 'open"), ("d.json", "{}")]
+)
+def test_what_cannot_be_read_is_refused(file: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / file).write_text(text)
+    with pytest.raises(ConfigError, match=file):
+        read(tmp_path / file)
+    (tmp_path / "other.json").write_text(json.dumps({"colour": "red"}))
+    assert cli.main(["convert", "verl", str(tmp_path / "other.json")]) == 2
+
+
+@pytest.mark.parametrize("trainer", TITLES)
+def test_an_unknown_value_of_any_key_is_asked_for(trainer: str) -> None:
+    tables = table(trainer)
+    for theirs, ours in (tables["keys"] | tables["derived"]).items():
+        made = convert(trainer, {theirs: Expression("args.x")})
+        assert ours not in made.overrides, theirs
+        assert f"{theirs}=args.x has no value here" in made.unknown[ours]
+
+
+@pytest.mark.parametrize("trainer", TITLES)
+def test_no_value_of_any_key_leaves_a_number_of_this_project_in_its_place(trainer: str) -> None:
+    complete = convert(trainer, {})
+    decisive = complete.overrides.keys() | complete.unknown.keys()
+    for theirs in table(trainer)["defaults"]:
+        made = convert(trainer, {theirs: None})
+        assert decisive - made.overrides.keys() - made.unknown.keys() - {"+model.optim.eps"} <= MAY_BE_ABSENT, theirs
+
+
+MAY_BE_ABSENT = {  # they belong to a method that null switches off
+    "trainer.grpo.correction.cap",
+    "trainer.precision",
+    "model.megatron_amp_O2",
+}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "key", "value"),
+    [("verl", "data.train_batch_size", "auto"), ("trl", "learning_rate", [1]), ("openrlhf", "actor.adam.betas", 0.9)],
+)
+def test_a_value_of_another_type_is_refused(trainer: str, key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"{key}=.*: expected a value such as the default, "):
+        convert(trainer, {key: value})

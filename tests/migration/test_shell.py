@@ -1,0 +1,86 @@
+"""Shell scripts of other trainers: what follows from a script is evaluated, the rest must be set by the user."""
+
+from pathlib import Path
+
+import pytest
+
+from nemo_prorl import settings
+from tests import paper_model
+from tests.migration.test_convert import GRPO, converted
+
+SHELL = r"""
+# a comment with an apostrophe: don't stop here
+set -x  # nor here: it's fine
+size=$((1024 * 2)); export CUDA_DEVICE_MAX_CONNECTIONS=1
+twice=$((size + 2*(size)/2))
+BASE=${BASE:-"${HOME}/verl"}
+MODEL_PATH=${MODEL_PATH:-"${BASE}/models/my model's"}
+NAME='$not_replaced'
+cores=$(nproc --all)
+if [ -z "$WORLD" ]; then
+    nodes=4
+fi
+DATA=(
+    data.max_prompt_length=${size}  # this many
+    data.train_batch_size=64
+)
+DATA+=(data.max_response_length=$twice)
+python prepare.py --local_dir /data
+python3 -m verl.trainer.main_ppo --config-name=ppo_trainer "${DATA[@]}" \
+    +trainer.default_local_dir="runs/${NAME}-$size" actor_rollout_ref.rollout.n=${N:-8} \
+    +actor_rollout_ref.rollout.engine_kwargs.vllm.max-model-len=$((size * 3)) \
+    actor_rollout_ref.actor.ppo_mini_batch_size=16 algorithm.adv_estimator=grpo \
+    actor_rollout_ref.model.path="$MODEL_PATH" $@ 2>&1 | tee log.txt
+"""
+
+
+def test_what_follows_from_a_shell_script_is_evaluated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    overrides, comments = converted("verl", SHELL, tmp_path / "run.sh", capsys)
+    assert {
+        "data.max_prompt_tokens=2048",
+        f"{GRPO}.max_response_tokens=4096",
+        f"{GRPO}.prompts_per_step=64",
+        f"{GRPO}.samples_per_prompt=8",
+        "run_dir='runs/$not_replaced-2048'",
+        "pretrained_checkpoint.restore_from_path='/home/me/verl/models/my model\\'s'",
+    } <= set(overrides), overrides
+    assert "  actor_rollout_ref.rollout.engine_kwargs.vllm.max-model-len=6144" in comments
+    assert not any("tee" in line or "2>" in line for line in [*overrides, *comments])
+    model = f"pretrained_checkpoint.restore_from_path={paper_model.write(tmp_path / 'model')}"
+    assert settings.load([*overrides, model]).run_dir == "runs/$not_replaced-2048"
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("$(nproc)", "$(nproc)"),
+        ("$UNSET", "$UNSET"),
+        ("${UNSET}", "${UNSET}"),
+        ("`nproc`", "`nproc`"),
+        ("$((UNSET * 2))", "$((UNSET * 2))"),
+        ("$((size / 0))", "$((size / 0))"),
+        ("${size%8}", "${size%8}"),
+        ("$nodes", "$nodes"),  # only one branch sets it
+        ("$cores", "$(nproc --all)"),
+        ("$1", "$1"),
+        ("'${data.max_response_length}'", "${data.max_response_length}"),  # a reference of Hydra
+    ],
+)
+def test_what_does_not_follow_from_a_script_must_be_set(
+    value: str, shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = SHELL.replace("data.train_batch_size=64", f"data.train_batch_size={value}")
+    overrides, comments = converted("verl", text, tmp_path / "run.sh", capsys, code=2)
+    assert not any("prompts_per_step" in override or "updates_per_step" in override for override in overrides)
+    assert f"  {GRPO}.prompts_per_step: data.train_batch_size={shown} has no value here" in comments
+
+
+def test_defaults_of_a_file_that_was_not_read_are_not_guessed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = SHELL.replace("--config-name=ppo_trainer", "--config-name mine")
+    _, comments = converted("verl", text, tmp_path / "run.sh", capsys, code=2)
+    assert "  config_name=mine: what only this file sets was not read; the defaults are ppo_trainer's" in comments

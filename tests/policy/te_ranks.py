@@ -146,6 +146,7 @@ def as_on_a_gpu(actor: Any, case: Case, out: Path) -> dict[str, Any]:
 
     batch, reference = fixed_batch(), actor.reference_logprobs(fixed_batch())
     words = [f"model.tensor_model_parallel_size={case.ranks}", "pretrained_checkpoint.restore_from_path=null"]
+    words += [f"run_dir={out / 'run'}"]  # not the default, which may hold a laptop's run with its vocabulary
     real = memory_of(load([f"cluster={case.cluster}", *words])).weights
     scale = real / sum(p.nbytes for p in actor.module.parameters())
     vars(whole_weights)["PIECE"], piece = max(1, int(PIECE / scale)), PIECE

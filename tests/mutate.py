@@ -70,6 +70,8 @@ FOLDERS: dict[str, tuple[str, list[str]]] = {
     "scaling": ("nemo_prorl/report/scaling.py", ["tests/report/test_scaling.py", "tests/report/test_forecast.py"]),
 }
 MARKS = {"policy": "not slow and not vllm"}  # the others: not nemo, too
+# Files of tests whose fixtures start ranks: these run the folder's code in processes that no coverage sees.
+STARTED = {"policy": [f"tests/policy/test_{name}.py" for name in ("layouts", "wiring", "checkpoints", "half", "te")]}
 OPPOSITE: dict[type, type] = {
     **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},
     **{ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.And: ast.Or, ast.Or: ast.And},
@@ -260,7 +262,7 @@ def try_folder(root: Path, folder: str, mutants: list[Mutant], report: Callable[
     def try_functions() -> bool:
         from mutation import Session
 
-        plugin = Session(root, mutants, report)
+        plugin = Session(root, mutants, report, STARTED.get(folder, ()))
         code = session(root, tests, marks, [plugin])
         later.write_bytes(pickle.dumps(plugin.later))
         return code == 0

@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
@@ -32,11 +32,15 @@ FUNCTION = 0x1  # CO_OPTIMIZED: the code object is a function's, not a class's o
 
 
 class Reached(NamedTuple):
-    """What one test needs and does: seconds, those of CPU time, and the lines (file, line) that it runs."""
+    """What one test needs and does: seconds, those of CPU time, and the lines (file, line) that it runs.
+
+    `shared`: seconds that its shared fixtures took, which another test may have begun.
+    """
 
     seconds: float
     cpu: float
     lines: frozenset[tuple[str, int]]
+    shared: float = 0.0
 
 
 # --- which tests reach which lines -----------------------------------------------------------------------------------
@@ -47,18 +51,19 @@ class Coverage:
 
     def __init__(self, files: Sequence[str]) -> None:
         self.coverage = coverage.Coverage(data_file=None, config_file=False, include=list(files))
-        self.test, self.shared = "", set[str]()
+        self.test, self.shared = "", dict[str, float]()  # a shared fixture -> the seconds it took
         self.coverage.start()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any) -> Iterator[Any]:
         if fixturedef.scope == "function":
             return (yield)
-        self.shared.add(fixturedef.argname)
+        began = time.monotonic()
         self.coverage.switch_context(fixturedef.argname)
         try:
             return (yield)
         finally:
+            self.shared[fixturedef.argname] = time.monotonic() - began
             self.coverage.switch_context(self.test)
 
     def run(self, item: Any, following: Any) -> tuple[bool, tuple[float, float]]:
@@ -145,11 +150,13 @@ def live_functions(files: set[str]) -> dict[tuple[str, str, int], list[FunctionT
 class Session:
     """A plugin that tries mutants in place of running the tests.
 
-    `later`: (mutant, node ids, their seconds) of the mutants that need a session of their own.
+    `later`: (mutant, node ids, their seconds) of the mutants that need a session of their own.  `started`: see Tests.
     """
 
-    def __init__(self, root: Path, mutants: Sequence[Any], report: Callable[[Any, str, float], None]) -> None:
-        self.root, self.mutants, self.report = root, mutants, report
+    def __init__(
+        self, root: Path, mutants: Sequence[Any], report: Callable[[Any, str, float], None], started: Collection[str]
+    ) -> None:
+        self.root, self.mutants, self.report, self.started = root, mutants, report, started
         self.later: list[tuple[Any, list[str], float]] = []
 
     def pytest_runtestloop(self, session: Any) -> bool:
@@ -159,7 +166,7 @@ class Session:
         names = {str(path): str(path.relative_to(self.root)) for path in beside}
         reached = measured(list(items.values()), names, self.root)
         functions = live_functions({str(self.root / file) for file in files})
-        tests = Tests(self.root, reached)
+        tests = Tests(self.root, reached, self.started)
         for mutant in self.mutants:
             source = (self.root / mutant.file).read_bytes()
             swaps = self._swaps(mutant, source, functions)
@@ -170,7 +177,7 @@ class Session:
                 self.later.append((mutant, chosen, sum(reached[node].seconds for node in chosen)))
             else:
                 (self.root / mutant.file).write_bytes(mutant.applied(source))
-                run = [(items[node], reached[node].seconds) for node in chosen]
+                run = [(items[node], reached[node].seconds + reached[node].shared) for node in chosen]
                 noticed = self.root / "noticed"
                 self.report(mutant, *in_fork(self.root, lambda s=swaps, r=run, n=noticed: _trial(s, r, n)))  # type: ignore[misc]
                 if noticed.is_file():
@@ -194,12 +201,16 @@ class Session:
 
 
 class Tests:
-    """The tests that a mutant has to pass, in their order.  `kills`: mutants that each test has noticed."""
+    """The tests that a mutant has to pass, in their order.  `kills`: mutants that each test has noticed.
+
+    `started`: files of tests whose fixtures start processes that run the code; all their tests come last.
+    """
 
     __test__ = False
 
-    def __init__(self, root: Path, reached: dict[str, Reached]) -> None:
+    def __init__(self, root: Path, reached: dict[str, Reached], started: Collection[str] = ()) -> None:
         self.root, self.reached, self.kills = root, reached, Counter[str]()
+        self.started = [node for node in reached if node.split("::")[0] in started]
         self.of_line: dict[tuple[str, int], set[str]] = defaultdict(set)
         for node, one in reached.items():
             for line in one.lines:
@@ -229,7 +240,7 @@ class Tests:
             seconds += self.reached[node].cpu
             if seconds <= MOST_SECONDS or not most:
                 most.append(node)
-        return most
+        return most + [node for node in self.started if node not in most]
 
     def _starters(self, file: str) -> set[str]:
         """Return the files of the folder that start processes and name a module, directly or through others."""
@@ -267,9 +278,11 @@ def measured(items: list[Any], names: dict[str, str], root: Path) -> dict[str, R
             passed &= good
         lines, reached = plugin.lines(), {}
         for item in items:
-            shared = plugin.shared & item._fixtureinfo.name2fixturedefs.keys()
+            shared = plugin.shared.keys() & item._fixtureinfo.name2fixturedefs.keys()
             own = set().union(*(lines[context] for context in (item.nodeid, *shared)))
-            reached[item.nodeid] = Reached(*seconds[item.nodeid], frozenset((names[name], k) for name, k in own))
+            own_lines = frozenset((names[name], k) for name, k in own)
+            waits = sum(plugin.shared[name] for name in shared)
+            reached[item.nodeid] = Reached(*seconds[item.nodeid], own_lines, waits)
         file.write_bytes(pickle.dumps(reached))
         return passed
 

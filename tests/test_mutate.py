@@ -213,6 +213,8 @@ def test_code_of_other_processes_is_tried_by_the_tests_that_start_them(tmp_path:
     assert tests_of("caller", 3) == {"starts"}
     assert tests_of("other", 1) == {"other"}
     assert tests_of("other", 5) == {"other", "more"}
+    within = Tests(tmp_path, reached, ["test_more.py"]).of(mutate.Mutant("box/child.py", (4, 4), (4, 5), "", ""))
+    assert within == ["test_it.py::within", "test_more.py::more"]  # what fixtures start comes last
 
 
 @pytest.mark.starts

@@ -10,6 +10,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from nemo_prorl import cli
@@ -311,6 +312,16 @@ def test_a_plugin_that_ends_its_process_is_reported_and_not_believed(tested: Cal
     assert "died during its start" in report["start"].text
     assert report["import"].state == "skipped"
     assert "ended with status 3" in report["truth"].text
+
+
+def test_a_plugin_that_hangs_where_it_is_watched_is_killed_with_what_it_started(
+    tested: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conformance, "PROBE_S", 6.0)
+    hang = "import os, sys, time; watched = 'nemo_prorl.rewards.probe' in sys.orig_argv;"
+    report = check_plugin(tested(prepare=f"{hang} watched and (os.system('sleep 941.5 &'), time.sleep(60))"))
+    assert "took over 6 s" in report["truth"].text
+    assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "941.5"]]
 
 
 def test_a_sandboxed_plugin_is_checked_as_far_as_this_machine_can(

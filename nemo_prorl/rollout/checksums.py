@@ -88,7 +88,7 @@ def held(
                 continue
             for reading in _readings(module, kind, shapes[names[0]], version, dtype, rank):
                 sizes = {part: shapes[part][0] for part in names}
-                parts = _parts(module, sizes, len(reading.product_R), rank)
+                parts = _parts(module, sizes, len(reading.product_R), rank, version)
                 yield names, *_checksum(reading, parts, version)
 
 
@@ -136,11 +136,13 @@ def _columns_between(first: int, end: int, width: int, version: int) -> Tensor:
     return columns[(columns >= first) & (columns < end)]
 
 
-def _parts(module: Any, sizes: Mapping[str, int], rows: int, rank: int) -> list[tuple[str, int, int, int]]:
+def _parts(
+    module: Any, sizes: Mapping[str, int], rows: int, rank: int, version: int
+) -> list[tuple[str, int, int, int]]:
     """Return which rows of which published tensors a rank's layer holds, in the layer's order.
 
-    If several ranks have the same key-value head, only the first of them counts it, so that sums over ranks have it
-    once.  Rows beyond the last part are padding.
+    If several ranks have the same key-value head, one of them counts it, so that sums over ranks have it once; in the
+    next version the next of them.  Rows beyond the last part are padding.
 
     Args:
         sizes: number of rows of each merged tensor.
@@ -157,7 +159,7 @@ def _parts(module: Any, sizes: Mapping[str, int], rows: int, rank: int) -> list[
         query = module.num_heads * module.head_size
         counts = {name: query if at == 0 else (rows - query) // 2 for at, name in enumerate(sizes)}
         firsts = {name: (rank if at == 0 else rank // replicas) * counts[name] for at, name in enumerate(sizes)}
-        if rank % replicas:
+        if rank % replicas != version % replicas:
             counts = {name: count if at == 0 else 0 for at, (name, count) in enumerate(counts.items())}
     else:  # a vocabulary may end within the last rank's rows
         share = {name: rows if len(sizes) == 1 else size * rows // total for name, size in sizes.items()}

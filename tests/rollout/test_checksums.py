@@ -127,10 +127,15 @@ def weights_of(seed: int) -> dict[str, Tensor]:
 
 
 def holding(
-    hold: dict[str, Tensor], ranks: int, packed: bool, dtype: torch.dtype, shapes: dict[str, Any]
+    hold: dict[str, Tensor],
+    ranks: int,
+    packed: bool,
+    dtype: torch.dtype,
+    shapes: dict[str, Any],
+    version: int = VERSION,
 ) -> list[list[Held]]:
     rounded = {name: tensor.to(dtype) for name, tensor in hold.items()}
-    return [list(held(Model(rounded, rank, ranks, packed), shapes, VERSION, dtype, rank)) for rank in range(ranks)]
+    return [list(held(Model(rounded, rank, ranks, packed), shapes, version, dtype, rank)) for rank in range(ranks)]
 
 
 def compared(
@@ -158,7 +163,7 @@ def test_merged_and_shared_tensors_are_compared(ranks: int, packed: bool) -> Non
 
 @pytest.mark.parametrize("damaged", [0, 1, 2, 3])
 def test_a_part_or_copy_of_any_rank_is_compared(damaged: int) -> None:
-    """A norm is whole on each rank; of a key-value head with two copies, the first counts."""
+    """A norm is whole on each rank."""
     publish = weights_of(1)
     shapes = {name: tensor.shape for name, tensor in publish.items()}
     expected = {name: published(name, tensor, VERSION, torch.float32) for name, tensor in publish.items()}
@@ -173,6 +178,22 @@ def test_a_part_or_copy_of_any_rank_is_compared(damaged: int) -> None:
         "norm.weight",
         "embed.weight",
     ]
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_a_copy_of_a_key_value_head_is_compared_in_one_of_as_many_versions(ranks: int) -> None:
+    publish, copies = weights_of(1), ranks // KV_HEADS
+    shapes = {name: tensor.shape for name, tensor in publish.items()}
+    damage = {name: tensor + (name[:2] in ("k_", "v_")) for name, tensor in publish.items()}
+    for damaged in range(ranks):
+        found = []
+        for version in range(copies):
+            expected = {name: published(name, tensor, version, torch.float32) for name, tensor in publish.items()}
+            held_now = holding(publish, ranks, False, torch.float32, shapes, version)
+            assert compare(expected, held_now) == ([], [])
+            held_now[damaged] = holding(damage, ranks, False, torch.float32, shapes, version)[damaged]
+            found.append(len(compare(expected, held_now)[0]))
+        assert sorted(found) == [*[0] * (copies - 1), 2]  # weights and biases
 
 
 @pytest.mark.parametrize("equal", [False, True])

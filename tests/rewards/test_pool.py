@@ -480,9 +480,12 @@ def test_a_worker_that_takes_too_long_to_start_is_killed(plugins: Path, monkeypa
     asyncio.run(main())
 
 
-def test_a_plugin_that_cannot_start_is_an_error_that_names_it(broken_plugins: Path) -> None:
+def test_a_plugin_that_cannot_start_is_an_error_that_names_it(
+    broken_plugins: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     async def main() -> None:
         with pytest.raises(RewardFailure, match=r"'broken' cannot start: .*misbehaving_missing_module"):
             await PluginPool(PoolSpec("broken", {}, 1, 1.0)).start()
 
     asyncio.run(main())
+    assert "Traceback (most recent call last)" in capfd.readouterr().err  # the whole cause is in the log

@@ -115,7 +115,7 @@ def _build(nemo_cfg: DictConfig, cfg: DictConfig, hf: dict[str, Any]) -> Built:
     trainer.strategy._timeout = timedelta(seconds=cfg.trainer.deadlines.collective_s)
     torch.manual_seed(cfg.seed)
     model = ActorModel(nemo_cfg.model, trainer)
-    script.init_distributed(trainer, model, bool(nemo_cfg.model.get("transformer_engine", False)))
+    script.init_distributed(trainer, model, bool(nemo_cfg.model.transformer_engine))
     if not device.has_gpu():
         model_parallel_cuda_manual_seed(cfg.seed)  # NeMo seeds Megatron's generators only if it counts a GPU
     data = torch.utils.data.TensorDataset(torch.arange(1))

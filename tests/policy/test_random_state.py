@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from nemo_prorl.errors import CheckpointError
+from nemo_prorl.errors import CheckpointError, DamagedCheckpoint
 from nemo_prorl.policy.plain_files import check_metadata, check_objects, load_plain
 from nemo_prorl.policy.random_state import random_state, set_random_state
 from nemo_prorl.policy.tools import export_hf, import_hf
@@ -133,6 +133,9 @@ def test_an_object_that_would_run_code_is_refused_before_megatron_reads_it(tmp_p
             with pytest.raises(CheckpointError, match=words):
                 load(object.__new__(PolicyStore), folder)
     assert not (tmp_path / "witness").exists()
+    (folder / "objects.distcp").unlink()
+    with pytest.raises(DamagedCheckpoint, match=r"objects\.distcp cannot be read"):
+        check_objects(folder)
 
 
 def test_random_states_that_a_resume_would_refuse_are_refused_when_they_are_written(

@@ -118,12 +118,7 @@ def _pairs(cfg: DictConfig) -> None:
 
 def _schedule(cfg: DictConfig) -> None:
     """Check the learning rate's schedule against the stage's steps and the rate."""
-    sched, lr, steps, prefix = (
-        cfg.model.optim.sched,
-        cfg.model.optim.lr,
-        cfg.trainer.grpo.max_steps,
-        "model.optim.sched",
-    )
+    prefix, sched, lr = "model.optim.sched", cfg.model.optim.sched, cfg.model.optim.lr
     known = [item.name for item in fields(SchedKeys)]
     for key in sched:
         if key not in known:
@@ -131,7 +126,7 @@ def _schedule(cfg: DictConfig) -> None:
     if sched.warmup_steps and sched.warmup_ratio:
         why = f"expected 0 beside {prefix}.warmup_steps={sched.warmup_steps}. Fix: set one of them"
         raise _wrong(f"{prefix}.warmup_ratio", sched.warmup_ratio, why)
-    if sched.warmup_steps > steps:
+    if sched.warmup_steps > (steps := cfg.trainer.grpo.max_steps):
         why = (
             f"expected at most trainer.grpo.max_steps={steps}. Fix: fewer steps, or a share: {prefix}.warmup_ratio=0.1"
         )

@@ -67,21 +67,24 @@ def nemo_rl_schedule(made: Converted, has_megatron: bool, min_lr: Any) -> None:
     _set_warmup(made, "lr_warmup_iters", steps, begins=(init or 0.0) / (made.overrides.get(LR) or 1.0))
 
 
-def _set_of_torch(made: Converted, given: list[dict[str, Any]]) -> None:
+def _set_of_torch(made: Converted, given: list[Any]) -> None:
     """Set the schedule of a list of torch's schedulers: {name, kwargs} of each, and the milestones between them."""
+    if "${" in str(given):
+        made.unknown[f"{SCHED}.name"] = f"policy.scheduler={given} has no value here"
+        return
     parts = [(str(one["name"]).rsplit(".", 1)[-1], one.get("kwargs") or {}) for one in given if "name" in one]
-    rise: Mapping[str, Any] = {}
+    rise = None
     if parts and parts[0][0] == "LinearLR" and parts[0][1].get("end_factor", 1) == 1:
         (_, rise), *parts = parts
     kinds = {"ConstantLR": "constant", "CosineAnnealingLR": "cosine"}
-    kind, options = parts[0] if parts else ("ConstantLR", {})
-    if len(parts) > 1 or kind not in kinds or options.get("factor", 1) != 1:
+    kind, options = parts[0] if parts else ("ConstantLR", {"factor": 1})
+    if len(parts) > 1 or kind not in kinds or (kind == "ConstantLR" and options.get("factor") != 1):
         written = [f"{name}({', '.join(f'{key}={value}' for key, value in more.items())})" for name, more in parts]
         kind, options = " and ".join(written), {}
     _set_course(made, "policy.scheduler", kind, kinds, float(options.get("eta_min", 0)))
-    steps = int(rise.get("total_iters", 0))
+    steps, begins = (rise.get("total_iters", 5), rise.get("start_factor", 1 / 3)) if rise is not None else (0, 0)
     _tell_length(made, "policy.scheduler: T_max", options.get("T_max"), steps)
-    _set_warmup(made, "policy.scheduler", steps, begins=float(rise.get("start_factor", 0)))
+    _set_warmup(made, "policy.scheduler", steps, begins=float(begins))
 
 
 def tell_updates(made: Converted, key: str) -> None:

@@ -44,7 +44,7 @@ from nemo_prorl.migration.schedules import (
 )
 from nemo_prorl.migration.shell import Expression
 
-_UPDATE_COUNTS = [*(f"{GRPO}.{key}" for key in ("max_steps", "checkpoint_every", "validate_every"))]
+_UPDATE_COUNTS = [f"{GRPO}.{key}" for key in ("max_steps", "checkpoint_every", "validate_every")]
 _UPDATE_COUNTS += ["trainer.resets.every", f"{SCHED}.warmup_steps"]
 
 

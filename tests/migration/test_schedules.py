@@ -226,6 +226,7 @@ def test_the_rates_of_nemo_rl_are_those_of_torch(tmp_path: Path, capsys: pytest.
             0,
             "ConstantLR(factor=0.5) has no counterpart",
         ),
+        ("[{name: a.LinearLR}]", "constant", 5, None),  # torch's defaults
         (
             "[{name: torch.optim.lr_scheduler.LinearLR, kwargs: {end_factor: 0.1}}]",
             "constant",
@@ -248,6 +249,13 @@ def test_other_schedulers_of_nemo_rl(
     assert {f"{SCHED}.name={name}", f"{SCHED}.warmup_steps={warmup}"} <= set(overrides)
     found = [line for line in comments if line.startswith("  policy.scheduler=")]
     assert [line.split("policy.scheduler=")[1].split(";")[0] for line in found] == ([told] if told else [])
+
+
+def test_a_scheduler_of_nemo_rl_without_a_value_must_be_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = f"{NEMO}  scheduler: [{{name: a.LinearLR, kwargs: {{total_iters: '${{mine.steps}}'}}}}]\n"
+    overrides, comments = converted("nemo_rl", text, tmp_path / "grpo.yaml", capsys, code=2)
+    assert not any(one.startswith(SCHED) for one in overrides)
+    assert any(line.startswith(f"  {SCHED}.name: policy.scheduler=[") for line in comments)
 
 
 @pytest.mark.nemo

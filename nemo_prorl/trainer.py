@@ -258,9 +258,10 @@ class Trainer:
 
     def before_updates(self, metrics: Metrics) -> GRPOConfig:
         """Set the step's learning rate; return the loss settings with the step's entropy coefficient."""
-        optim, grpo, resets = self.cfg.model["optim"], self.cfg.trainer.grpo, self.resets
+        optim, grpo, resets = self.cfg.model["optim"], self.cfg.trainer.grpo, self.cfg.trainer.resets
         base, sched = float(optim["lr"]), SchedKeys(**optim.get("sched", {}))
-        lr = learning_rate(base, sched, resets.config, metrics.step, grpo.max_steps, resets.steps, resets.emptied)
+        done, emptied = self.resets.steps, self.resets.emptied
+        lr = learning_rate(base, sched, resets, metrics.step, grpo.max_steps, done, emptied)
         self.policy.set_learning_rate(lr)
         metrics.put("policy/lr", lr)
         if not grpo.adaptive_entropy.enabled:

@@ -10,13 +10,14 @@ import operator
 import shlex
 import shutil
 from collections.abc import Iterator
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_prorl.config import RESET_RULES, ConfigKey, all_keys
+from nemo_prorl.config import RESET_RULES, ConfigKey, SchedKeys, all_keys
 from nemo_prorl.data.hf_config import model_keys
 from nemo_prorl.data.prepared import GENERATORS
 from nemo_prorl.errors import ConfigError
@@ -33,6 +34,7 @@ def check(cfg: DictConfig) -> None:
         for name, value in _values(cfg, key.name):
             _check_value(name, value, key)
     _pairs(cfg)
+    _schedule(cfg)
     _model_shape(cfg.model)
     _layout(cfg)
     _kernels(cfg)
@@ -112,6 +114,29 @@ def _pairs(cfg: DictConfig) -> None:
     betas = OmegaConf.select(cfg, "model.optim.betas")
     if betas is not None and not (len(betas) == 2 and all(isinstance(b, int | float) and 0 <= b < 1 for b in betas)):
         raise _wrong("model.optim.betas", betas, "expected two numbers, each at least 0 and below 1")
+
+
+def _schedule(cfg: DictConfig) -> None:
+    """Check the learning rate's schedule against the stage's steps and the rate."""
+    prefix, sched, lr = "model.optim.sched", cfg.model.optim.sched, cfg.model.optim.lr
+    known = [item.name for item in fields(SchedKeys)]
+    for key in sched:
+        if key not in known:
+            raise _wrong(f"{prefix}.{key}", sched[key], f"not supported. Known in {prefix}: {', '.join(known)}")
+    if sched.warmup_steps and sched.warmup_ratio:
+        why = f"expected 0 beside {prefix}.warmup_steps={sched.warmup_steps}. Fix: set one of them"
+        raise _wrong(f"{prefix}.warmup_ratio", sched.warmup_ratio, why)
+    if sched.warmup_steps > (steps := cfg.trainer.grpo.max_steps):
+        why = (
+            f"expected at most trainer.grpo.max_steps={steps}. Fix: fewer steps, or a share: {prefix}.warmup_ratio=0.1"
+        )
+        raise _wrong(f"{prefix}.warmup_steps", sched.warmup_steps, why)
+    if sched.min_lr and sched.name == "constant":
+        why = f"expected 0 if {prefix}.name=constant, which does not fall. Fix: {prefix}.name=linear or cosine"
+        raise _wrong(f"{prefix}.min_lr", sched.min_lr, why)
+    if lr is not None and sched.min_lr > lr:
+        why = f"expected at most model.optim.lr={lr}, from which the rate falls. Fix: a lower {prefix}.min_lr"
+        raise _wrong(f"{prefix}.min_lr", sched.min_lr, why)
 
 
 def _is_int(value: Any) -> bool:

@@ -205,7 +205,9 @@ class ResetsConfig:
     parts: str = key("both", "what is reset; one part alone for ablations", choices=("both", "reference", "optimizer"))
     roll_back: bool = key(False, "at a reset return to the best validated weights since the last reset, if kept")
     lr_factor: float = key(1.0, "factor that multiplies the learning rate at each reset", above=0)
-    lr_warmup_steps: int = key(0, "steps of rising learning rate after a reset, while Adam's moments are new", least=0)
+    lr_warmup_steps: int = key(
+        0, "steps of rising learning rate after a reset of the optimizer; 0: as model.optim.sched", least=0
+    )
     kl_after_reset: float | None = key(
         None,
         "allowed gap between policy and reference right after a reset, nats per token; null: by precision, 1e-5 to"
@@ -411,12 +413,29 @@ class LaunchConfig:
 
 
 @dataclass
+class SchedKeys:
+    """The learning rate over the steps of a stage, under the names of NeMo's section `model.optim.sched`."""
+
+    name: str = key(
+        "constant",
+        "the rate after the warm-up: constant, or falling to min_lr",
+        choices=("constant", "linear", "cosine"),
+    )
+    warmup_steps: int = key(0, "steps of rising rate, at the start and after each reset of the optimizer", least=0)
+    warmup_ratio: float = key(0.0, "the same as a share of the stage's steps, rounded up", least=0, most=1)
+    min_lr: float = key(0.0, "rate right after the stage's last step, for linear and cosine", least=0)
+
+
+@dataclass
 class OptimKeys:
     """The keys of NeMo's section `model.optim` that are checked."""
 
     name: str = key(MISSING, "optimizer", choices=("mcore_distributed_optim",))
     lr: float | None = key(MISSING, "learning rate", least=0)
     weight_decay: float | None = key(MISSING, "weight decay of AdamW", least=0)
+    betas: list[float] = key(MISSING, "decay of Adam's first and second moments, each below 1")
+    eps: float = key(1e-8, "term that Adam adds to the root of the second moment", least=0)
+    sched: SchedKeys = field(default_factory=SchedKeys)
 
 
 @dataclass

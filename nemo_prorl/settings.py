@@ -31,7 +31,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_prorl.checks import check, check_shape, pretrained_config, pretrained_name
-from nemo_prorl.config import Config, DataSource, all_keys
+from nemo_prorl.config import MISSING, Config, DataSource, all_keys
 from nemo_prorl.data.hf_config import model_keys
 from nemo_prorl.data.hub import model_folder
 from nemo_prorl.data.prepared import check_data
@@ -151,7 +151,7 @@ def read_config(path: Path) -> DictConfig:
     try:
         for key, value in leaves(read):
             _require_known(cfg, key, value)
-        return OmegaConf.merge(cfg, read)  # type: ignore[return-value]
+        return _with_defaults(OmegaConf.merge(cfg, read))  # type: ignore[arg-type]
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     except OmegaConfBaseException as error:
@@ -319,9 +319,19 @@ def _hydra(choices: tuple[str, ...], folder: Path) -> DictConfig:
         OmegaConf.register_new_resolver("by_size", _by_size, replace=True)
         OmegaConf.register_new_resolver("folder_of_stage", _folder_of_stage, replace=True)
         with initialize_config_dir(config_dir=str(conf_folder().resolve()), version_base="1.3"):
-            return compose("config", overrides=list(choices))
+            return _with_defaults(compose("config", overrides=list(choices)))
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"{folder}: Hydra cannot compose the configuration: {error}") from error
+
+
+def _with_defaults(cfg: DictConfig) -> DictConfig:
+    """Return the configuration with the defaults of the keys of `model.optim` that its file leaves out."""
+    if OmegaConf.select(cfg, "model.optim") is not None:
+        for key in all_keys():
+            has_default = key.name.startswith("model.optim.") and key.default != MISSING
+            if has_default and OmegaConf.select(cfg, key.name) is None:
+                OmegaConf.update(cfg, key.name, key.default, force_add=True)
+    return cfg
 
 
 def _scaled(steps: int, _root_: DictConfig) -> int:

@@ -28,10 +28,10 @@ from nemo_prorl.algorithms.diagnostics import (
 )
 from nemo_prorl.algorithms.entropy import AdaptiveEntropy
 from nemo_prorl.algorithms.losses import denominator_terms, grpo_loss
-from nemo_prorl.algorithms.reset_rules import learning_rate
+from nemo_prorl.algorithms.schedule import learning_rate
 from nemo_prorl.algorithms.shaping import shaped_rewards
 from nemo_prorl.batch import Batch, JudgedGroups
-from nemo_prorl.config import Config, GRPOConfig
+from nemo_prorl.config import Config, GRPOConfig, SchedKeys
 from nemo_prorl.errors import RolloutAbandoned, StoppedCleanly
 from nemo_prorl.lifecycle.control import reset_reason
 from nemo_prorl.lifecycle.no_signal import diagnosis
@@ -258,9 +258,10 @@ class Trainer:
 
     def before_updates(self, metrics: Metrics) -> GRPOConfig:
         """Set the step's learning rate; return the loss settings with the step's entropy coefficient."""
-        resets, grpo = self.cfg.trainer.resets, self.cfg.trainer.grpo
-        base = float(self.cfg.model["optim"]["lr"])
-        lr = learning_rate(base, metrics.step, self.resets.steps, resets.lr_factor, resets.lr_warmup_steps)
+        optim, grpo, resets = self.cfg.model["optim"], self.cfg.trainer.grpo, self.cfg.trainer.resets
+        base, sched = float(optim["lr"]), SchedKeys(**optim.get("sched", {}))
+        done, emptied = self.resets.steps, self.resets.emptied
+        lr = learning_rate(base, sched, resets, metrics.step, grpo.max_steps, done, emptied)
         self.policy.set_learning_rate(lr)
         metrics.put("policy/lr", lr)
         if not grpo.adaptive_entropy.enabled:

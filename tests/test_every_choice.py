@@ -18,8 +18,9 @@ from omegaconf import DictConfig, OmegaConf
 from nemo_prorl import settings
 from nemo_prorl.algorithms.correction import rollout_correction
 from nemo_prorl.algorithms.reset_rules import replay
+from nemo_prorl.algorithms.schedule import learning_rate
 from nemo_prorl.batch import Batch, JudgedGroups
-from nemo_prorl.config import ConfigKey, ResetsConfig, all_keys
+from nemo_prorl.config import ConfigKey, ResetsConfig, SchedKeys, all_keys
 from nemo_prorl.data.laptop.model import build_tokenizer
 from nemo_prorl.data.render import PromptRenderer
 from nemo_prorl.launcher.processes import MergedLog
@@ -212,6 +213,11 @@ def _precision(cfg: DictConfig, _: Path) -> Any:
     return weight_bytes(cfg), kl_after_reset(cfg), cfg.rollout.dtype
 
 
+def _rates(cfg: DictConfig, _: Path) -> Any:
+    sched = SchedKeys(**cfg.model.optim.sched)
+    return [learning_rate(1.0, sched, cast(ResetsConfig, cfg.trainer.resets), step, 5, [], []) for step in range(1, 6)]
+
+
 def _given_to_nemo(cfg: DictConfig, _: Path) -> Any:
     """What NeMo is told.  tests/policy/test_choices.py builds and trains a model with each of these choices."""
     return nemo_config(cfg, Path("model"), {"vocab_size": 128}, None)
@@ -230,6 +236,7 @@ EFFECTS: dict[str, Callable[[DictConfig, Path], Any]] = {
     "rollout.dtype": _dtype,
     "rollout.sleep": _sleep,
     "data.prompt": _prompt,
+    "model.optim.sched.name": _rates,
     **{key: _given_to_nemo for key, _ in CHOICES if key.startswith("model.")},
 }
 

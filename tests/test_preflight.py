@@ -140,7 +140,7 @@ class Parts:
         rollouts = SimpleNamespace(
             publish=self.note("publish"), sleep=self.note("sleep"), collector=alone.only(lambda: "a collector")
         )
-        resets, entropy = SimpleNamespace(steps=[]), AdaptiveEntropy(cfg.trainer.grpo.adaptive_entropy)
+        resets, entropy = SimpleNamespace(steps=[], emptied=[]), AdaptiveEntropy(cfg.trainer.grpo.adaptive_entropy)
         parts: list[Any] = [rollouts, none, resets, checkpoints, none, none, none, entropy, none, none, none, alone]
         return Trainer(cfg, Policy(self.calls), TrainerState(), *parts)
 

@@ -106,18 +106,6 @@ class History:
             self.blocks.setdefault(key, []).append(sum(values) / BLOCK_STEPS)
 
 
-def learning_rate(base: float, step: int, resets: Sequence[int], factor: float, warmup_steps: int) -> float:
-    """Return the learning rate of a step's updates.  `resets`: steps after which hard resets were made, in order.
-
-    A reset after step 0 was made at the stage's start; each later reset multiplies the learning rate by `factor`.
-    After the last reset the learning rate rises linearly for `warmup_steps` steps and has its full value in the last
-    of them, because Adam's moments begin at 0.
-    """
-    before = [reset for reset in resets if reset < step]
-    full = base * factor ** sum(reset > 0 for reset in before)
-    return full * min(1.0, (step - before[-1]) / warmup_steps) if before and warmup_steps else full
-
-
 def policy_scores(scores: Mapping[Any, Mapping[str, Any]], resets: Iterable[Mapping[str, Any]]) -> dict[int, float]:
     """Return mean validation scores by step: each step has the score of the weights in its checkpoint.
 

@@ -93,6 +93,14 @@ class Resets:
         """Return the steps after which resets were made; 0 is the start of a stage."""
         return [reset["step"] for reset in self.done]
 
+    @property
+    def emptied(self) -> list[int]:
+        """Return those of `steps` after which the optimizer was reset."""
+        return [reset["step"] for reset in self.done if self._empties("rolled_back_to" in reset)]
+
+    def _empties(self, rolled_back: bool) -> bool:
+        return self.config.parts != "reference" or rolled_back  # the moments belong to other weights
+
     # --- decision ------------------------------------------------------------------------------------------------
 
     def due(self, metrics: Metrics) -> str | None:
@@ -132,7 +140,7 @@ class Resets:
         if self.config.parts != "optimizer":
             self._policy.set_reference()
         killpoint("reset:reference")
-        if self.config.parts != "reference" or back_to is not None:  # the moments belong to other weights
+        if self._empties(back_to is not None):
             self._policy.reset_optimizer()
         killpoint("reset:optimizer")
         reset: Reset = {"step": step, "reason": reason, "reference_sha256": self._policy.reference_sha256()}

@@ -10,6 +10,7 @@ CONTEXT, RESPONSE, PROMPT = f"{GRPO}.context_tokens", f"{GRPO}.max_response_toke
 ADVANTAGE, AGGREGATION = f"{GRPO}.advantage", f"{GRPO}.aggregation"
 KL, ESTIMATOR, ENTROPY = f"{GRPO}.kl_coef", f"{GRPO}.kl_estimator", f"{GRPO}.entropy_coef"
 CORRECTION, SAMPLING = f"{GRPO}.correction", f"{GRPO}.dynamic_sampling"
+STEPS, LR, SCHED = f"{GRPO}.max_steps", "model.optim.lr", "model.optim.sched"
 
 
 @dataclass

@@ -23,6 +23,7 @@ from nemo_prorl.migration.converted import (
     PROMPTS,
     RESPONSE,
     SAMPLING,
+    SCHED,
     UPDATES,
     Converted,
 )
@@ -34,10 +35,10 @@ _LIMIT = {"model.micro_batch_tokens": 16384, "rollout.max_batched_tokens": 16384
 _PROMPT_ROOM = 1024  # tokens of the context for prompts, where the other trainer does not limit them
 # What decides the algorithm: if no rule could set one of these, the user must.
 _DECIDE = {
-    "model.optim.lr", "model.optim.weight_decay", "model.optim.betas", "+model.optim.eps", "trainer.gradient_clip_val",
+    "model.optim.lr", "model.optim.weight_decay", "model.optim.betas", "model.optim.eps", "trainer.gradient_clip_val",
     f"{GRPO}.temperature", f"{GRPO}.clip_low", f"{GRPO}.clip_high", f"{GRPO}.dual_clip", KL, ESTIMATOR, ENTROPY,
     ADVANTAGE, AGGREGATION, PROMPTS, GROUP, UPDATES, CONTEXT, RESPONSE, PROMPT, f"{CORRECTION}.kind",
-    f"{SAMPLING}.enabled",
+    f"{SAMPLING}.enabled", f"{SCHED}.name",
 }  # fmt: skip
 _NULLABLE = {f"{GRPO}.dual_clip", RESPONSE, PROMPT}
 _PERIODS = {f"{GRPO}.{key}" for key in ("checkpoint_every", "keep_checkpoints", "keep_best", "validate_every")}

@@ -18,6 +18,7 @@ from nemo_prorl.migration.converted import (
     PROMPTS,
     RESPONSE,
     SAMPLING,
+    SCHED,
     UPDATES,
     Converted,
     set_bf16,
@@ -34,9 +35,17 @@ from nemo_prorl.migration.converted import (
 )
 from nemo_prorl.migration.files import BASE
 from nemo_prorl.migration.names import table
+from nemo_prorl.migration.schedules import (
+    nemo_rl_schedule,
+    openrlhf_schedule,
+    tell_updates,
+    trl_schedule,
+    verl_schedule,
+)
 from nemo_prorl.migration.shell import Expression
 
 _UPDATE_COUNTS = [f"{GRPO}.{key}" for key in ("max_steps", "checkpoint_every", "validate_every")]
+_UPDATE_COUNTS += ["trainer.resets.every", f"{SCHED}.warmup_steps"]
 
 
 def _trl(made: Converted) -> None:
@@ -65,7 +74,9 @@ def _trl(made: Converted) -> None:
         made.overrides.setdefault("pretrained_checkpoint.restore_from_path", model)
     if (length := take("vllm_max_model_length")) is not None:
         made.overrides[CONTEXT] = length
+    trl_schedule(made)  # in TRL's steps, of which `_trl_batch` makes steps of here
     _trl_batch(made)
+    tell_updates(made, "lr_scheduler_type")
     _trl_engine(made)
     _trl_reference(made)
     if take("use_adaptive_entropy"):
@@ -130,7 +141,7 @@ def _trl_batch(made: Converted) -> None:
         return
     set_updates(made, batch, "per_device_train_batch_size * gradient_accumulation_steps")
     if (updates := made.overrides.get(UPDATES, 1)) > 1:
-        for key in [one for one in (*_UPDATE_COUNTS, "trainer.resets.every") if one in made.overrides]:
+        for key in [one for one in _UPDATE_COUNTS if one in made.overrides]:
             made.overrides[key] = -(-made.overrides[key] // updates)
         made.notes.append(f"a step here makes {updates} of TRL's steps: numbers of steps are divided by {updates}")
 
@@ -169,6 +180,7 @@ def _verl(made: Converted) -> None:
         )
     if not re.fullmatch(r"(ppo|dapo)(_megatron)?_trainer(\.yaml)?", str(name := take("config_name", "ppo_trainer"))):
         made.unknown[f"config_name={name}"] = "what only this file sets was not read; the defaults are ppo_trainer's"
+    verl_schedule(made)
     _verl_kl(made, actor)
     _verl_advantage(made)
     mode = take(f"{actor}.loss_agg_mode")
@@ -324,8 +336,9 @@ def _nemo_rl_optimizer(made: Converted) -> None:
     names = {"model.optim.lr": "lr", "model.optim.weight_decay": "weight_decay", "model.optim.betas": "betas"}
     if has_megatron:
         found["betas"] = [found.get("adam_beta1"), found.get("adam_beta2")]
-    names["+model.optim.eps"] = "adam_eps" if has_megatron else "eps"
+    names["model.optim.eps"] = "adam_eps" if has_megatron else "eps"
     made.overrides |= {ours: found[theirs] for ours, theirs in names.items() if theirs in found}
+    nemo_rl_schedule(made, has_megatron, found.get("min_lr"))
     unused = (off, "policy.optimizer", "policy.scheduler") if has_megatron else (on,)
     made.rest = {key: value for key, value in made.rest.items() if not key.startswith(unused)}
 
@@ -366,6 +379,7 @@ def _openrlhf(made: Converted) -> None:
         made.overrides[CONTEXT] = made.overrides[PROMPT] + made.overrides[RESPONSE]
     if (size := take("train.batch_size")) is not None:
         set_updates(made, size, "train.batch_size")
+    openrlhf_schedule(made)
     _openrlhf_advantage(made)
     if not take("algo.kl.use_loss"):
         set_kl_of_rewards(made, "algo.kl.use_loss=false", made.overrides.get(KL))

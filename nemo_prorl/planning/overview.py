@@ -9,6 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from nemo_prorl.algorithms.schedule import warmup_steps
 from nemo_prorl.data.prepared import missing_files, task_of
 from nemo_prorl.lifecycle.tolerances import engine_gap_alarm, kl_after_reset
 from nemo_prorl.planning.columns import columns
@@ -76,7 +77,7 @@ def run_rows(cfg: DictConfig, lengths: str = "not checked") -> dict[str, str]:
         "warm-up": f"{trainer.warmup.steps} steps of {trainer.warmup.batch_size}, lr {trainer.warmup.lr:g}",
         "steps": str(grpo.max_steps),
         "a step": f"{grpo.prompts_per_step} prompts x {grpo.samples_per_prompt} = {responses} responses,"
-        f" {grpo.updates_per_step} updates of {responses // grpo.updates_per_step}, lr {model.optim.lr:g}",
+        f" {grpo.updates_per_step} updates of {responses // grpo.updates_per_step}, lr {_rate(cfg)}",
         "micro-batches": _micro_batches(cfg),
         "context": f"{grpo.context_tokens} tokens, temperature {grpo.temperature:g}",
         "loss": f"{grpo.advantage}, {grpo.aggregation}, clip {grpo.clip_low:g}/{grpo.clip_high:g},"
@@ -97,6 +98,14 @@ def run_rows(cfg: DictConfig, lengths: str = "not checked") -> dict[str, str]:
         "prompt lengths": lengths,
         **_functions(cfg),
     }
+
+
+def _rate(cfg: DictConfig) -> str:
+    """Return the learning rate in words, and its schedule if it is not constant from the first step."""
+    optim, sched = cfg.model.optim, cfg.model.optim.sched
+    rise = warmup_steps(sched, cfg.trainer.grpo.max_steps)
+    falls = f", {sched.name} to {sched.min_lr:g}" if sched.name != "constant" else ""
+    return f"{optim.lr:g}{falls}" + (f", rising over {rise} steps" if rise else "")
 
 
 def _micro_batches(cfg: DictConfig) -> str:

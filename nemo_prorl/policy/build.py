@@ -57,6 +57,7 @@ def nemo_config(cfg: DictConfig, hf_folder: Path, hf: dict[str, Any], log_dir: P
         "tokenizer": {"library": "huggingface", "type": str(hf_folder), "use_fast": True},
         "data": {},
     }
+    model["optim"].pop("sched", None)  # `algorithms.schedule` computes the learning rate; NeMo has its own schedulers
     if model.get("qk_layernorm"):
         model["name"] = "decoder_block_gpt"  # NeMo's other specs of Transformer Engine's layers leave these norms out
     fp8 = model.pop("fp8", None)  # NeMo has three keys instead of this one

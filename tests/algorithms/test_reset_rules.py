@@ -18,7 +18,6 @@ from nemo_prorl.algorithms.reset_rules import (
     History,
     best_policy,
     decide,
-    learning_rate,
     replay,
     t_quantile,
 )
@@ -411,14 +410,6 @@ def test_student_s_quantile(z: float, dof: float) -> None:
 def test_the_checks_name_the_rules() -> None:
     assert RESET_RULES == ASKING
     assert not set(ASKING) & set(ADVISING)
-
-
-def test_the_learning_rate_after_resets() -> None:
-    """A factor for each reset within the stage, and a rise over the steps after the last one."""
-    assert [learning_rate(1.0, step, [], 0.5, 4) for step in (1, 9)] == [1.0, 1.0]
-    assert [learning_rate(1.0, step, [0], 0.5, 4) for step in (1, 2, 4, 5)] == [0.25, 0.5, 1.0, 1.0]
-    assert [learning_rate(1.0, step, [0, 3], 0.5, 2) for step in (3, 4, 5, 6)] == [1.0, 0.25, 0.5, 0.5]
-    assert [learning_rate(2.0, step, [1, 5], 0.5, 0) for step in (1, 2, 6)] == [2.0, 1.0, 0.5]
 
 
 def test_the_best_policy_is_the_newest_of_the_best_since_the_last_reset() -> None:

@@ -75,11 +75,6 @@ def _verl_estimator(s: Settings) -> Any:
     return {"low_var_kl": "k3", "mse": "k2", "kl": "k1"}[s[f"{ACTOR}.kl_loss_type"]]
 
 
-def _verl_schedule(s: Settings) -> str:
-    steps, ratio = s[f"{ACTOR}.optim.lr_warmup_steps"], s[f"{ACTOR}.optim.lr_warmup_steps_ratio"]
-    return s[f"{ACTOR}.optim.lr_scheduler_type"] if steps <= 0 and ratio == 0 else f"warm-up {steps} steps"
-
-
 def _nemo_advantage(s: Settings) -> str:
     if s["grpo.adv_estimator.name"] != "grpo":
         return s["grpo.adv_estimator.name"]
@@ -141,7 +136,7 @@ def _nemo_limit(key: str) -> tuple[str, Callable[[Settings], Any]]:
 
 
 GRPO = "trainer.grpo"
-NUMBERS = [
+NUMBERS = [  # without those of the learning rate's schedule, which `schedules.py` has
     Number(
         "learning rate",
         "model.optim.lr",
@@ -150,16 +145,6 @@ NUMBERS = [
             "verl": f"{ACTOR}.optim.lr",
             "openrlhf": "actor.adam.lr",
             "nemo_rl": _nemo_optimizer("lr", "lr"),
-        },
-    ),
-    Number(
-        "its schedule",
-        "=constant",
-        {
-            "trl": "lr_scheduler_type",
-            "verl": ("lr_warmup_steps", _verl_schedule),
-            "openrlhf": "actor.lr_scheduler",
-            "nemo_rl": ("scheduler", lambda s: "warm-up"),
         },
     ),
     Number(

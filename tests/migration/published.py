@@ -17,7 +17,8 @@ from omegaconf import OmegaConf
 from nemo_prorl import cli, settings
 from tests import paper_model
 from tests.conftest import ROOT
-from tests.migration.numbers import NUMBERS, UNUSED, Number, Settings
+from tests.migration.numbers import UNUSED, Number, Settings
+from tests.migration.schedules import NUMBERS
 
 DATA: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "examples.yaml").read_text())
 EXAMPLES: list[dict[str, Any]] = DATA["examples"]
@@ -43,6 +44,8 @@ def _plain(value: Any) -> Any:
     """Return a number for an int, a float and a text such as 1e-8, so that 1, 1.0 and `1` are the same."""
     if isinstance(value, list):
         return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
     with contextlib.suppress(ValueError):
         return value if value is None or isinstance(value, bool) else float(value)
     return value
@@ -209,6 +212,9 @@ _HEAD = """# Published examples of other trainers, converted
 overrides were loaded, and each number that decides the algorithm was compared with that of the example or, where the
 example leaves it out, with the default of its trainer. A number stands once if it is the same here. Bold: it differs,
 and the output of the command says so. The tests repeat this comparison.
+
+The tables have the steps of a warm-up of the learning rate, or their share of all steps. Within a warm-up the rates
+differ by a step, and the output says so ([why](learning_rate.md#from-another-trainer)).
 
 Not in the tables, because no key sets them: small constants such as the one beside a standard deviation (1e-4 in TRL,
 1e-6 in verl and here, 1e-9 in OpenRLHF) and limits of a single KL term (10 in verl, OpenRLHF and NeMo-RL)."""

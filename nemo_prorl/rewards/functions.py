@@ -15,6 +15,7 @@ time budget of a plugin.  Several functions with weights give their weighted mea
 import hashlib
 import importlib.util
 import inspect
+import math
 import os
 import re
 import sys
@@ -24,21 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from nemo_prorl.errors import ConfigError
-from nemo_prorl.rewards.interface import RewardPlugin, RewardRequest, RewardResult, no_answer
+from nemo_prorl.rewards.interface import RewardPlugin, RewardRequest, RewardResult, WrongValue, no_answer
 
 _PARAMETERS = 3  # prompt, response, truth
 _AND = " + "  # between the functions of a task
 _FUNCTION = re.compile(r"(?P<file>.+\.py):(?P<function>\w+)(\*(?P<weight>[\d.]+))?")
 _TASK = re.compile(r"([\w.-]+)=(.+)")
-
-
-class WrongValue(ValueError):
-    """A value that a reward function must not return; `place` is FILE:LINE of the function."""
-
-    def __init__(self, function: Callable[..., Any], value: Any) -> None:
-        super().__init__(f"{function.__name__} returned {value!r}: expected a number from 0 to 1")
-        if (code := getattr(inspect.unwrap(function), "__code__", None)) is not None:
-            self.place = f"{code.co_filename}:{code.co_firstlineno}"
 
 
 def is_function(name: str) -> bool:
@@ -126,11 +118,13 @@ def _number(function: Callable[..., Any], value: Any) -> float:
     """Return the value of a reward function as a float.  Raises WrongValue unless it is a number from 0 to 1."""
     try:
         number = float(value)
-    except (TypeError, ValueError) as error:
-        raise WrongValue(function, value) from error
-    if not 0.0 <= number <= 1.0:
-        raise WrongValue(function, value)
-    return number
+    except (TypeError, ValueError):
+        number = math.nan
+    if 0.0 <= number <= 1.0:
+        return number
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    place = function.__name__ if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+    raise WrongValue(f"{function.__name__} returned {value!r}: expected a number from 0 to 1", place)
 
 
 def _distinct(names: list[str]) -> list[str]:

@@ -125,7 +125,7 @@ class Child:
     process: subprocess.Popen[str] | None = None
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=30))
     _ended: list[float] = field(default_factory=list)
-    _raised_before: str | None = None  # `raised` of the process before this one
+    _raised_before: str | None = None  # exception that ended the process before this one
     _restart_at: float = 0.0
     _kill_at: float = 0.0  # monotonic time at which a requested stop becomes a kill; 0: none was requested
     _log_failed: bool = False
@@ -226,7 +226,7 @@ class Child:
             self.kill_group()
             self.read_out()
             self._ended = [t for t in self._ended if now - t < 3600.0] + [now]
-            self._check_raised(self.process.returncode)
+            cause = self._cause(self.process.returncode)
             if len(self._ended) > self.restarts:
                 raise ProcessFailed(
                     f"{self.name} ended with status {self.process.returncode}, {len(self._ended)} times within an hour"
@@ -234,24 +234,25 @@ class Child:
                     + "\n".join(list(self.tail)[-12:])
                 )
             self._restart_at = now + min(30.0, 0.5 * 2.0 ** (len(self._ended) - 1))
-            why = f" ({self.raised})" if self.raised else ""
+            why = f" ({cause})" if cause else ""
             _log.warning("%s ended with status %s%s; starting it again", self.name, self.process.returncode, why)
         if now >= self._restart_at:
             self._restart_at = 0.0
             self.start()
 
-    def _check_raised(self, status: int) -> None:
-        """Raise NeverServed if a restart would end with the exception of the last two processes.
+    def _cause(self, status: int) -> str | None:
+        """Return the exception that ended the process; None if it printed none, or if a signal ended it (`status` < 0).
 
-        A process that a signal ended (negative `status`) was not ended by what it raised.
+        Raises NeverServed if the same exception ended the process before, and `has_served` is still false.
         """
-        before, self._raised_before = self._raised_before, self.raised if status > 0 else None
-        if self.has_served is None or before is None or before != self._raised_before or self.has_served():
-            return
-        raise NeverServed(
-            f"{self.name} ended twice with the same exception before any response was generated: {before};"
-            f" its log is {self.log_file}"
-        )
+        cause = self.raised if status > 0 else None
+        before, self._raised_before = self._raised_before, cause
+        if cause is not None and cause == before and self.has_served is not None and not self.has_served():
+            raise NeverServed(
+                f"{self.name} ended twice with the same exception before any response was generated: {cause};"
+                f" its log is {self.log_file}"
+            )
+        return cause
 
 
 def stop_all(children: Sequence[Child], seconds: float, quiet: bool = False) -> None:

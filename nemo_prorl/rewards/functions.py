@@ -29,6 +29,7 @@ from nemo_prorl.rewards.interface import RewardPlugin, RewardRequest, RewardResu
 
 _PARAMETERS = 3  # prompt, response, truth
 _AND = " + "  # between the functions of a task
+_MODULE = "reward_function_"  # beginning of the names of modules made from the user's files
 _FUNCTION = re.compile(r"(?P<file>.+\.py):(?P<function>\w+)(\*(?P<weight>[\d.]+))?")
 _TASK = re.compile(r"([\w.-]+)=(.+)")
 
@@ -42,6 +43,29 @@ def is_function(name: str) -> bool:
 def absolute(place: str) -> str:
     """Return the value of `rewards.functions.TASK` with absolute paths."""
     return _AND.join(os.path.abspath(one.strip()) for one in place.split(_AND))
+
+
+def place_of(function: Callable[..., Any], key: str) -> str:
+    """Return FILE.py:FUNCTION for a function of this process, which worker processes import from its file.
+
+    Raises:
+        ConfigError: Another process could not find the function by file and name; the message names `key`.
+    """
+    name, home = getattr(function, "__name__", repr(function)), getattr(function, "__module__", None) or ""
+    module = sys.modules.get(home)
+    file = getattr(module, "__file__", None) or ""
+    own = f"def {name if name.isidentifier() else 'score'}(prompt, response, truth)"
+    if home.startswith(_MODULE):
+        fault, fix = f"{file} starts a run while workers import it", 'start the run below `if __name__ == "__main__":`'
+    elif getattr(module, name, None) is not function:
+        fault = "expected a function at the top level of a file; got a lambda, a method, a nested or a changed function"
+        fix = f"write {own} at the top level of a file"
+    elif not file.endswith(".py") or not os.path.isfile(file):
+        fault = "expected a function of a file; got a function of a notebook or an interactive session"
+        fix = f"write {own} into a file, and import it or name it as FILE.py:{name}"
+    else:
+        return f"{file}:{name}"
+    raise ConfigError(f"{key}={name}: {fault}. Worker processes import the function's file. Fix: {fix}")
 
 
 def files_sha256(functions: Mapping[str, str]) -> dict[str, str]:
@@ -156,7 +180,7 @@ def _module(file: Path, key: str) -> Any:
     """
     if not file.is_file():
         raise ConfigError(f"{key}: there is no file {file}")
-    known = "reward_function_" + re.sub(r"\W", "_", str(file.absolute().with_suffix("")))
+    known = _MODULE + re.sub(r"\W", "_", str(file.absolute().with_suffix("")))
     spec = importlib.util.spec_from_file_location(known, file)
     assert spec is not None
     assert spec.loader is not None

@@ -39,11 +39,13 @@ def main(source: str, overrides: list[str]) -> None:
     subprocess.run([*prorl, *prepare], check=True)
     run = nemo_prorl.train(
         [
-            "run_dir=runs/mine",
-            f"data.train=[{{name: mine, path: {OUT / 'train.jsonl'}}}]",
-            f"data.validation=[{{name: mine, path: {OUT / 'validation.jsonl'}}}]",
-            "data.prompt=text",  # the laptop's model has no chat template
-            "trainer.grpo.context_tokens=160",
+            {
+                "run_dir": "runs/mine",
+                "data.train": [{"name": "mine", "path": OUT / "train.jsonl"}],
+                "data.validation": [{"name": "mine", "path": OUT / "validation.jsonl"}],
+                "data.prompt": "text",  # the laptop's model has no chat template
+                "trainer.grpo.context_tokens": 160,
+            },
             *overrides,
         ]
     )

@@ -17,9 +17,11 @@ def main(model: str, overrides: list[str]) -> None:
 
     run = nemo_prorl.train(
         [
-            "run_dir=runs/own",
-            f"pretrained_checkpoint.restore_from_path={model}",
-            "trainer.grpo.max_steps=10",
+            {
+                "run_dir": "runs/own",
+                "pretrained_checkpoint.restore_from_path": model,
+                "trainer.grpo.max_steps": 10,
+            },
             *overrides,
         ]
     )

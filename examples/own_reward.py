@@ -29,13 +29,13 @@ def main(overrides: list[str]) -> None:
         (RUN / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in part))
     run = nemo_prorl.train(
         [
-            f"run_dir={RUN}",
-            f"rewards.functions.vowels={Path(__file__).absolute()}:vowels",
-            f"data.train=[{{name: vowels, path: {RUN / 'train.jsonl'}}}]",
-            f"data.validation=[{{name: vowels, path: {RUN / 'validation.jsonl'}}}]",
-            "trainer.warmup.steps=0",  # there is no right answer to imitate
-            "trainer.grpo.max_steps=20",
-            "trainer.grpo.validate_every=10",
+            {
+                "run_dir": RUN,
+                "rewards": {"functions": {"vowels": vowels}},
+                "data": {part: [{"name": "vowels", "path": RUN / f"{part}.jsonl"}] for part in ("train", "validation")},
+                "trainer.warmup.steps": 0,  # there is no right answer to imitate
+                "trainer.grpo": {"max_steps": 20, "validate_every": 10},
+            },
             *overrides,
         ]
     )

@@ -16,7 +16,8 @@ def main(overrides: list[str]) -> None:
 
     gains = []
     for seed in SEEDS:
-        run = nemo_prorl.train([f"run_dir=runs/seeds/{seed}", f"seed={seed}", "trainer.grpo.max_steps=40", *overrides])
+        one = {"run_dir": f"runs/seeds/{seed}", "seed": seed, "trainer.grpo.max_steps": 40}
+        run = nemo_prorl.train([one, *overrides])
         gains.append(run.summary["heldout"]["after"] - run.summary["heldout"]["before"])
         print(f"seed {seed}: {gains[-1]:+.3f}")
     error = statistics.stdev(gains) / len(gains) ** 0.5

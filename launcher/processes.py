@@ -5,6 +5,7 @@ import io
 import logging
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -22,12 +23,22 @@ from nemo_prorl.errors import ProrlError
 _log = logging.getLogger(__name__)
 
 _LINE_CHARS = 1 << 14  # longest line in the log of all processes; the log of the process has the full line
+_SHOWN_CHARS = 500  # longest exception in a message
 _STOP_S = 2.0  # seconds for a service to stop
 _STOP = {signal.SIGUSR1}  # Slurm sends this signal to every process of a task; only the supervisor acts on it
+_RAISED = re.compile(  # the last line of a traceback, also where vLLM begins each line with process, level and place
+    r"(?:\(\w+ pid=\d+\) )*(?:[A-Z]+ [\d-]+ [\d:]+ \[[^]]*\] )?"
+    r"((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Failure|Exit|Interrupt)(?:: .*)?)"
+)
+_FOLLOWS = ("See root cause above", "See stack trace (above)")  # vLLM: another process of the engine failed first
 
 
 class ProcessFailed(ProrlError, RuntimeError):
     """A child of the supervisor ended too often, and the run cannot go on without it."""
+
+
+class NeverServed(ProcessFailed):
+    """A child of the supervisor ended twice with the same exception before it was of use, so a restart cannot help."""
 
 
 class Lines(Protocol):
@@ -94,6 +105,9 @@ class Child:
         endpoint: file in which the process publishes its address; removed before each start.
         on_line: function called with each line of output.
         cores: processors that the process may use; None: all.
+        has_served: whether the process's service was of use once, so that ends with the same exception are retried;
+            None: they are always retried.
+        raised: last line of the last exception that the process printed, or None.
         tail: last lines of output.
     """
 
@@ -106,9 +120,12 @@ class Child:
     endpoint: Path | None = None
     on_line: Callable[[str], None] | None = None
     cores: Collection[int] | None = None
+    has_served: Callable[[], bool] | None = None
+    raised: str | None = None
     process: subprocess.Popen[str] | None = None
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=30))
     _ended: list[float] = field(default_factory=list)
+    _raised_before: str | None = None  # exception that ended the process before this one
     _restart_at: float = 0.0
     _kill_at: float = 0.0  # monotonic time at which a requested stop becomes a kill; 0: none was requested
     _log_failed: bool = False
@@ -135,6 +152,7 @@ class Child:
             errors="replace",
             start_new_session=True,
         )
+        self.raised = None
         if self.cores is not None:  # threads and children that the process starts later inherit the cores
             with contextlib.suppress(ProcessLookupError):  # the process has ended already; `keep_up` notices that
                 os.sched_setaffinity(self.process.pid, self.cores)
@@ -158,6 +176,8 @@ class Child:
             else:
                 self._log_failed = False
             self.tail.append(line)
+            if process is self.process and (found := _RAISED.fullmatch(line)) and not any(w in line for w in _FOLLOWS):
+                self.raised = found[1][:_SHOWN_CHARS]
             if self.on_line is not None:
                 self.on_line(line)
 
@@ -190,6 +210,7 @@ class Child:
 
         Raises:
             ProcessFailed: the process ended more than `restarts` times within an hour.
+            NeverServed: the process ended twice with the same exception before `has_served`.
         """
         now = time.monotonic()
         if self.process is None or self.process.poll() is None:
@@ -203,19 +224,35 @@ class Child:
             return
         if self._restart_at == 0.0:
             self.kill_group()
+            self.read_out()
             self._ended = [t for t in self._ended if now - t < 3600.0] + [now]
+            cause = self._cause(self.process.returncode)
             if len(self._ended) > self.restarts:
-                self.read_out()
                 raise ProcessFailed(
                     f"{self.name} ended with status {self.process.returncode}, {len(self._ended)} times within an hour"
                     f" (maximum restarts: {self.restarts}); its log is {self.log_file}, and ends:\n"
                     + "\n".join(list(self.tail)[-12:])
                 )
             self._restart_at = now + min(30.0, 0.5 * 2.0 ** (len(self._ended) - 1))
-            _log.warning("%s ended with status %s; starting it again", self.name, self.process.returncode)
+            why = f" ({cause})" if cause else ""
+            _log.warning("%s ended with status %s%s; starting it again", self.name, self.process.returncode, why)
         if now >= self._restart_at:
             self._restart_at = 0.0
             self.start()
+
+    def _cause(self, status: int) -> str | None:
+        """Return the exception that ended the process; None if it printed none, or if a signal ended it (`status` < 0).
+
+        Raises NeverServed if the same exception ended the process before, and `has_served` is still false.
+        """
+        cause = self.raised if status > 0 else None
+        before, self._raised_before = self._raised_before, cause
+        if cause is not None and cause == before and self.has_served is not None and not self.has_served():
+            raise NeverServed(
+                f"{self.name} ended twice with the same exception before any response was generated: {cause};"
+                f" its log is {self.log_file}"
+            )
+        return cause
 
 
 def stop_all(children: Sequence[Child], seconds: float, quiet: bool = False) -> None:

@@ -26,7 +26,7 @@ from nemo_prorl.launcher.environment import engine_libraries, for_engine, order_
 from nemo_prorl.launcher.events import Events
 from nemo_prorl.launcher.health import Health
 from nemo_prorl.launcher.peers import CLEAN, End, Peers, Place
-from nemo_prorl.launcher.processes import Child, Lines, ProcessFailed, stop_all
+from nemo_prorl.launcher.processes import Child, Lines, NeverServed, ProcessFailed, stop_all
 from nemo_prorl.launcher.progress import Progress
 from nemo_prorl.launcher.run_data import plain
 from nemo_prorl.launcher.stacks import StackWriter
@@ -147,6 +147,9 @@ class Node:
                 for child in services:
                     child.keep_up()
             except ProcessFailed as failure:
+                if isinstance(failure, NeverServed):  # no step of this start is complete, so the ranks need not save it
+                    for rank in ranks:
+                        rank.kill_group()
                 if self.place.nodes == 1:
                     raise
                 status = None if child.process is None else child.process.returncode
@@ -351,9 +354,16 @@ class Node:
         command += ["--sleep"] if rollout.sleep is not None and not alone else []
         env = {**self._gpus(local, alone), **variables_of_engines(cfg), **self._libraries}
         engine = self._child(f"engine-{index}", command, env, rollout.max_restarts, True, True)
+        engine.has_served = self._has_engine_served
         if not alone and self._cores is not None:
             engine.cores = self._cores.engines[local] or None
         return engine
+
+    def _has_engine_served(self) -> bool:
+        """Return whether any engine has generated a response since the start of the run."""
+        from nemo_prorl.rollout.engine import SERVED_SUFFIX
+
+        return any(self.endpoints.glob(f"engine-*{SERVED_SUFFIX}"))
 
     def _gpus(self, local: int, alone: bool) -> dict[str, str]:
         """Return CUDA_VISIBLE_DEVICES for an engine, one GPU per tensor parallel rank; empty without GPUs.

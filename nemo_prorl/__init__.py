@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING
+
+warnings.filterwarnings("ignore", message="The pynvml package is deprecated")  # torch, where NeMo's pynvml is installed
 
 __version__: str
 """The version that pyproject.toml names."""
@@ -25,6 +28,9 @@ if not TYPE_CHECKING:
         else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return globals()[name]
+
+    def __dir__() -> list[str]:
+        return sorted(__all__)
 
 
 def _version() -> str:

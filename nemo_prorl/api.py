@@ -4,8 +4,10 @@ The package `nemo_prorl` exports its functions: `nemo_prorl.train`, `nemo_prorl.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,9 @@ if TYPE_CHECKING:
     import pandas
 
     from nemo_prorl.evaluation.formats import EvaluationResults
+
+# Overrides as texts KEY=VALUE, or as dictionaries, nested or with dots in their keys
+Overrides = Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
 
 STOPPED = 75  # exit code of a run that stopped cleanly before its last step; `train` again continues it
 
@@ -91,11 +96,12 @@ def load_run(path: str | Path) -> Run:
     return Run(Path(path), found.config, found.metrics, found.events, found.summary)
 
 
-def train(overrides: Sequence[str] = (), config: str | Path | None = None) -> Run:
+def train(overrides: Overrides = (), config: str | Path | None = None) -> Run:
     """Start or continue a run on this machine, and return it when it has ended.
 
     Args:
-        overrides: KEY=VALUE and GROUP=NAME, as for `prorl train`.
+        overrides: KEY=VALUE and GROUP=NAME, as for `prorl train`, or dictionaries with nested keys or keys with dots.
+            A value of `rewards.functions` in a dictionary may be a Python function.
         config: config.yaml of a run, used in place of the shipped configuration.
 
     Returns:
@@ -105,7 +111,7 @@ def train(overrides: Sequence[str] = (), config: str | Path | None = None) -> Ru
         ConfigError, DataError, UnfitMachine: a check failed, and nothing was started.
         RunFailed: the run ended with an error, which its logs contain.
     """
-    run_dir, code = start(list(overrides), None if config is None else Path(config))
+    run_dir, code = start(_texts(overrides), None if config is None else Path(config))
     if code not in (0, STOPPED):
         raise RunFailed(f"the run in {run_dir} ended with exit code {code}; see {run_dir / 'logs' / 'all.log'}")
     return load_run(run_dir)
@@ -124,7 +130,7 @@ def evaluate(
     model: str | Path,
     benchmarks: str | Iterable[str],
     out: str | Path,
-    overrides: Sequence[str] = (),
+    overrides: Overrides = (),
     data: str | Path | None = None,
     limit: int | None = None,
     seed: int = 1,
@@ -138,7 +144,7 @@ def evaluate(
         benchmarks: names of benchmarks, names of sets of benchmarks, and paths of your own benchmark files: one text
             separated by commas, or several texts.
         out: folder of the results; a call with the folder of an unfinished evaluation continues it.
-        overrides: KEY=VALUE, as for a run.
+        overrides: as for `train`.
         data: folder with the prompt records that a benchmark needs and this package does not ship.
         limit: prompts of each benchmark; None: all.
         checkpoint: of a run directory: newest, best (by validation) or a step.
@@ -160,6 +166,46 @@ def evaluate(
         data=None if data is None else Path(data),
         limit=limit,
         checkpoint=str(checkpoint),
-        overrides=tuple(overrides),
+        overrides=tuple(_texts(overrides)),
     )
     return run_evaluation(options)
+
+
+def _texts(overrides: Overrides) -> list[str]:
+    """Return overrides as texts KEY=VALUE.  Raises ConfigError for a value that has no such text."""
+    texts: list[str] = []
+    for one in [overrides] if isinstance(overrides, str | Mapping) else overrides:
+        if isinstance(one, str):
+            texts.append(one)
+        else:
+            texts += [f"{key}={_value_text(key, value)}" for key, value in _leaves(one, "")]
+    return texts
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _value_text(key: str, value: Any) -> str:
+    """Return a Python value in the syntax of overrides."""
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    from nemo_prorl.rewards.functions import place_of
+
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, Integral | Real):  # also numpy's
+        return repr(int(value) if isinstance(value, Integral) else float(value))
+    if callable(value) and key.startswith("rewards.functions."):
+        value = place_of(value, key)
+    if isinstance(value, str | os.PathLike):
+        return QuotedString(os.fspath(value), Quote.single).with_quotes()
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name}: {_value_text(f'{key}.{name}', one)}" for name, one in value.items()) + "}"
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        return "[" + ", ".join(_value_text(key, one) for one in value) + "]"
+    raise ConfigError(f"{key}={value!r}: expected a text, number, path, list or dictionary, True, False or None")

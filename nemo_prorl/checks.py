@@ -21,6 +21,7 @@ from nemo_prorl.config import RESET_RULES, ConfigKey, SchedKeys, all_keys
 from nemo_prorl.data.hf_config import model_keys
 from nemo_prorl.data.prepared import GENERATORS
 from nemo_prorl.errors import ConfigError
+from nemo_prorl.rollout.engine.vllm_internals import CPU_HEAD_SIZES
 from nemo_prorl.sizing.memory import device_bytes
 from nemo_prorl.sizing.memory_check import check_memory
 
@@ -372,6 +373,20 @@ def check_shape(model: DictConfig, hf: dict[str, Any], source: str) -> None:
                 f"model.{key}={model.get(key)}: expected {value}, as in the config.json of {source}. Fix: leave"
                 f" model.{key} out, or choose another folder"
             )
+
+
+def check_heads(cfg: DictConfig) -> None:
+    """Raise ConfigError if the engines run on CPUs and vLLM's CPU build has no attention kernels for the model."""
+    hidden, heads = cfg.model.hidden_size, cfg.model.num_attention_heads
+    own = OmegaConf.select(cfg.model, "kv_channels")
+    if cfg.trainer.accelerator != "cpu" or (own or hidden // heads) in CPU_HEAD_SIZES:
+        return
+    key = f"model.kv_channels={own}" if own else f"model.hidden_size={hidden}"
+    got = "" if own else f"; got {hidden} / model.num_attention_heads={heads} = {hidden // heads}"
+    raise ConfigError(
+        f"{key}: expected attention heads of {', '.join(map(str, CPU_HEAD_SIZES))} values, for which vLLM has kernels"
+        f" on CPUs (trainer.accelerator=cpu){got}. Fix: another model, or a cluster with GPUs"
+    )
 
 
 def _data(cfg: DictConfig) -> None:

@@ -9,7 +9,6 @@ import argparse
 import logging
 import signal
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,7 +28,6 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    warnings.filterwarnings("ignore", message="The pynvml package is deprecated")  # torch warns at import
     run: Callable[[argparse.Namespace], int | None] = arguments.run_command
     try:
         return run(arguments) or 0

@@ -30,7 +30,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from nemo_prorl.checks import check, check_shape, pretrained_config, pretrained_name
+from nemo_prorl.checks import check, check_heads, check_shape, pretrained_config, pretrained_name
 from nemo_prorl.config import MISSING, Config, DataSource, all_keys
 from nemo_prorl.data.hf_config import model_keys
 from nemo_prorl.data.hub import model_folder
@@ -128,6 +128,7 @@ def load_run(overrides: list[str], config_file: Path | None = None, need_files: 
             if need_files:
                 raise
             _log.warning("what if: %s `prorl train` would refuse it", str(error).splitlines()[0])
+    check_heads(cfg)
     if need_files:
         check_data(cfg)
     return cfg

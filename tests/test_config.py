@@ -315,6 +315,32 @@ def test_a_wrong_value_is_named_with_its_fix(overrides: list[str], named: list[s
         assert part in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        (
+            "model.hidden_size=64",
+            "model.hidden_size=64: .* got 64 / model.num_attention_heads=4 = 16. Fix: another model",
+        ),
+        (
+            "model.kv_channels=40",
+            "model.kv_channels=40: expected attention heads of 32, 48, .*256, 512 values, for which",
+        ),
+        ("model.kv_channels=48", None),
+    ],
+)
+@pytest.mark.parametrize("need_files", [True, False])  # False: `prorl plan`
+def test_engines_on_cpus_compute_some_sizes_of_heads_only(
+    override: str, says: str | None, need_files: bool, tmp_path: Path
+) -> None:
+    words = [*SIZES, override, f"run_dir={tmp_path}"]
+    if says is None:
+        assert settings.load_run(words, need_files=need_files).model.kv_channels == 48
+    else:
+        with pytest.raises(ConfigError, match=says):
+            settings.load_run(words, need_files=need_files)
+
+
 def test_every_number_of_the_schema_has_a_range() -> None:
     bounded = {key.name for key in all_keys() if (key.rule.least, key.rule.above) != (None, None) or key.rule.choices}
     numbers = {key.name for key in all_keys() if key.kind in (int, float)}
@@ -429,6 +455,13 @@ class TestModelFolder:
         paper_model.write(model_folder, **said)
         cfg = settings.load([f"cluster={cluster}", f"pretrained_checkpoint.restore_from_path={model_folder}"])
         assert {key: cfg.model[key] for key in derived} == derived
+
+    def test_with_heads_that_engines_on_cpus_cannot_compute_is_for_gpus(self, model_folder: Path) -> None:
+        paper_model.write(model_folder, num_attention_heads=64, num_key_value_heads=2)
+        folder = f"pretrained_checkpoint.restore_from_path={model_folder}"
+        with pytest.raises(ConfigError, match="model.hidden_size=1536: expected attention heads of 32, .* = 24"):
+            settings.load_run(["cluster=laptop", folder], need_files=False)
+        assert settings.load_run(["cluster=h100_4x8", folder], need_files=False).model.num_attention_heads == 64
 
     @pytest.mark.parametrize(
         ("override", "value"),

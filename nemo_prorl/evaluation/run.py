@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from nemo_prorl import settings
+from nemo_prorl.checks import check_heads
 from nemo_prorl.data.hub import model_folder
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import ConfigError, DataError, StoppedCleanly
@@ -107,6 +108,8 @@ def configuration(options: EvaluationOptions, folder: Path | None) -> DictConfig
     has_cluster = any(word.startswith("cluster=") for word in options.overrides)
     base = [*([] if has_cluster else ["cluster=laptop"]), f"pretrained_checkpoint.restore_from_path={model}"]
     cfg = settings.load([*base, *options.overrides])
+    if folder is not None:
+        check_heads(cfg)
     cfg.rewards.functions = {**_functions_of(options.model), **plain(cfg.rewards.functions)}
     engines = options.engines or max(1, cfg.rollout.engines // cfg.trainer.num_nodes)
     cfg.trainer.num_nodes, cfg.rollout.engines = 1, engines

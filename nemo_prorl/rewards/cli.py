@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from nemo_prorl.errors import ConfigError, DataError
+from nemo_prorl.errors import ConfigError, DataError, RewardFailure
 from nemo_prorl.rewards.discovery import discover, make_plugin
 from nemo_prorl.rewards.functions import absolute
 from nemo_prorl.rewards.interface import RewardRequest
@@ -187,9 +187,12 @@ def _functions(overrides: list[str]) -> dict[str, str]:
 
 
 async def _score(args: argparse.Namespace) -> int:
-    """Judge all requests, log how many have which score, and return 0, whatever the verdicts are.
+    """Judge all requests, log how many have which score, and return 0 if any response has one.
 
     All requests of a file are checked before a worker starts; a request from standard input is checked once it is read.
+
+    Raises:
+        RewardFailure: no response could be judged; the message has the cause for the first.
     """
     streamed = args.source == "-"
     read = [] if streamed else read_lines(Path(args.source), RewardRequest.from_json)
@@ -203,6 +206,7 @@ async def _score(args: argparse.Namespace) -> int:
     specs = plan_pools(registry, tasks, args.workers, args.settings, unsafe_no_sandbox=unsafe, on_demand=streamed)
     service = RewardService(specs, registry)
     scores: Counter[float | None] = Counter()
+    first = ""  # why the first response has no score
     with opened(args.out) as out:
         try:
             if not streamed:
@@ -211,9 +215,12 @@ async def _score(args: argparse.Namespace) -> int:
             async for _, verdict in service.in_order(source, lambda request: request, args.workers):
                 _write(out, json.dumps(verdict))
                 scores[verdict["score"]] += 1
+                first = first or (verdict["detail"] if verdict["score"] is None else "")
         finally:
             await service.close()
     failed = scores.pop(None, 0)
+    if failed and not scores:
+        raise RewardFailure(f"none of {failed} responses could be judged; the first: {first}")
     judged, full, none = scores.total(), scores[1.0], scores[0.0]
     _log.info("%d responses: %d score 1, %d score 0, %d between", judged, full, none, judged - full - none)
     if failed:

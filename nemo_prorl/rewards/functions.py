@@ -15,6 +15,7 @@ time budget of a plugin.  Several functions with weights give their weighted mea
 import hashlib
 import importlib.util
 import inspect
+import math
 import os
 import re
 import sys
@@ -24,21 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from nemo_prorl.errors import ConfigError
-from nemo_prorl.rewards.interface import RewardPlugin, RewardRequest, RewardResult, no_answer
+from nemo_prorl.rewards.interface import RewardPlugin, RewardRequest, RewardResult, WrongValue, no_answer
 
 _PARAMETERS = 3  # prompt, response, truth
 _AND = " + "  # between the functions of a task
+_MODULE = "reward_function_"  # beginning of the names of modules made from the user's files
 _FUNCTION = re.compile(r"(?P<file>.+\.py):(?P<function>\w+)(\*(?P<weight>[\d.]+))?")
 _TASK = re.compile(r"([\w.-]+)=(.+)")
-
-
-class WrongValue(ValueError):
-    """A value that a reward function must not return; `place` is FILE:LINE of the function."""
-
-    def __init__(self, function: Callable[..., Any], value: Any) -> None:
-        super().__init__(f"{function.__name__} returned {value!r}: expected a number from 0 to 1")
-        if (code := getattr(inspect.unwrap(function), "__code__", None)) is not None:
-            self.place = f"{code.co_filename}:{code.co_firstlineno}"
 
 
 def is_function(name: str) -> bool:
@@ -50,6 +43,29 @@ def is_function(name: str) -> bool:
 def absolute(place: str) -> str:
     """Return the value of `rewards.functions.TASK` with absolute paths."""
     return _AND.join(os.path.abspath(one.strip()) for one in place.split(_AND))
+
+
+def place_of(function: Callable[..., Any], key: str) -> str:
+    """Return FILE.py:FUNCTION for a function of this process, which worker processes import from its file.
+
+    Raises:
+        ConfigError: Another process could not find the function by file and name; the message names `key`.
+    """
+    name, home = getattr(function, "__name__", repr(function)), getattr(function, "__module__", None) or ""
+    module = sys.modules.get(home)
+    file = getattr(module, "__file__", None) or ""
+    own = f"def {name if name.isidentifier() else 'score'}(prompt, response, truth)"
+    if home.startswith(_MODULE):
+        fault, fix = f"{file} starts a run while workers import it", 'start the run below `if __name__ == "__main__":`'
+    elif getattr(module, name, None) is not function:
+        fault = "expected a function at the top level of a file; got a lambda, a method, a nested or a changed function"
+        fix = f"write {own} at the top level of a file"
+    elif not file.endswith(".py") or not os.path.isfile(file):
+        fault = "expected a function of a file; got a function of a notebook or an interactive session"
+        fix = f"write {own} into a file, and import it or name it as FILE.py:{name}"
+    else:
+        return f"{file}:{name}"
+    raise ConfigError(f"{key}={name}: {fault}. Worker processes import the function's file. Fix: {fix}")
 
 
 def files_sha256(functions: Mapping[str, str]) -> dict[str, str]:
@@ -126,11 +142,13 @@ def _number(function: Callable[..., Any], value: Any) -> float:
     """Return the value of a reward function as a float.  Raises WrongValue unless it is a number from 0 to 1."""
     try:
         number = float(value)
-    except (TypeError, ValueError) as error:
-        raise WrongValue(function, value) from error
-    if not 0.0 <= number <= 1.0:
-        raise WrongValue(function, value)
-    return number
+    except (TypeError, ValueError):
+        number = math.nan
+    if 0.0 <= number <= 1.0:
+        return number
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    place = function.__name__ if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+    raise WrongValue(f"{function.__name__} returned {value!r}: expected a number from 0 to 1", place)
 
 
 def _distinct(names: list[str]) -> list[str]:
@@ -162,7 +180,7 @@ def _module(file: Path, key: str) -> Any:
     """
     if not file.is_file():
         raise ConfigError(f"{key}: there is no file {file}")
-    known = "reward_function_" + re.sub(r"\W", "_", str(file.absolute().with_suffix("")))
+    known = _MODULE + re.sub(r"\W", "_", str(file.absolute().with_suffix("")))
     spec = importlib.util.spec_from_file_location(known, file)
     assert spec is not None
     assert spec.loader is not None

@@ -21,6 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Any, ClassVar, Protocol, TypedDict, cast
 
 _log = logging.getLogger(__name__)
@@ -28,6 +29,14 @@ _log = logging.getLogger(__name__)
 ENTRY_POINT_GROUP = "nemo_prorl.rewards"
 FAILURES = ("timeout", "invalid", "infrastructure")
 DETAIL_CHARS = 500
+
+
+class WrongValue(ValueError):
+    """A value that a reward function must not return.  `place`: FILE:LINE of the function."""
+
+    def __init__(self, what: str, place: str) -> None:
+        super().__init__(what)
+        self.place = place
 
 
 class InvalidAnswer(ValueError):
@@ -366,16 +375,19 @@ _shown: set[str] = set()  # places whose traceback is in the log
 
 
 def _place_of(error: Exception, plugin: RewardPlugin) -> str:
-    """Return FILE:LINE of the innermost frame of an exception that is in the plugin's own folder.
-
-    An exception that no line of the plugin raised has the place in its attribute `place`.
-    """
-    if isinstance(place := getattr(error, "place", None), str):
-        return place
+    """Return FILE:LINE of the innermost frame of an exception that is in the plugin's own folder."""
     frames = traceback.extract_tb(error.__traceback__)
     own = Path(getattr(sys.modules[type(plugin).__module__], "__file__", None) or "").parent
     inner = [frame for frame in frames if Path(frame.filename).is_relative_to(own)] or frames[-1:]
     return f"{inner[-1].filename}:{inner[-1].lineno}"
+
+
+def _without_callers(frames: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without this package's frames at its beginning, which only say how a plugin is called."""
+    package = Path(__file__).parents[1]
+    while frames is not None and Path(frames.tb_frame.f_code.co_filename).is_relative_to(package):
+        frames = frames.tb_next
+    return frames
 
 
 def judge(plugin: RewardPlugin, request: RewardRequest) -> Verdict:
@@ -393,6 +405,11 @@ def judge(plugin: RewardPlugin, request: RewardRequest) -> Verdict:
         )
     except InvalidAnswer as error:
         return failed_verdict(request.id, "invalid", str(error) or "malformed answer")
+    except WrongValue as error:
+        fault = f"{error} ({error.place})"
+        if error.place not in _shown:
+            _shown.add(error.place)
+            _log.error("%s %r: %s; shown only once for this place", plugin._noun, plugin.name, fault)
     except Exception as error:
         place = _place_of(error, plugin)
         if place not in _shown:
@@ -402,7 +419,7 @@ def judge(plugin: RewardPlugin, request: RewardRequest) -> Verdict:
                 plugin._noun,
                 plugin.name,
                 place,
-                exc_info=error,
+                exc_info=(type(error), error, _without_callers(error.__traceback__)),
             )
         detail = f"{plugin._noun} {plugin.name!r} raised {type(error).__name__} ({place}): {error}"
         return failed_verdict(request.id, "infrastructure", detail)

@@ -12,13 +12,14 @@ from omegaconf import OmegaConf
 
 from nemo_prorl.cli import main
 from nemo_prorl.deadlines import Deadline
-from nemo_prorl.errors import DataError
+from nemo_prorl.errors import ConfigError, DataError
 from nemo_prorl.evaluation.catalogue import Sampling
 from nemo_prorl.evaluation.run import EvaluationOptions, configuration
 from nemo_prorl.evaluation.sampling import seed_of
 from nemo_prorl.evaluation.sources import OnReply
 from nemo_prorl.rewards.interface import RewardResult, Verdict, failed_verdict, verdict_of
 from nemo_prorl.settings import load
+from tests import paper_model
 from tests.evaluation.openai_server import Answers, serve
 from tests.evaluation.test_sampling import Drawn
 from tests.rollout.engines import write_model
@@ -189,6 +190,13 @@ def test_engines_have_the_context_of_the_longest_benchmark_and_at_most_the_model
     assert sorted(context for context, _ in asked) == [32, 64]
     assert all(response is None or response < context for context, response in asked)
     assert judge.started == [(["math"], 2)]
+
+
+def test_a_model_that_the_engines_cannot_compute_is_refused(tmp_path: Path) -> None:
+    folder = paper_model.write(tmp_path / "model", num_attention_heads=64)
+    options = EvaluationOptions(model=str(folder), benchmarks=[], out=tmp_path / "out")
+    with pytest.raises(ConfigError, match="model.hidden_size=1536: expected attention heads of 32, 48"):
+        configuration(options, folder)
 
 
 def test_an_evaluation_knows_the_reward_functions_of_its_run(tmp_path: Path) -> None:

@@ -84,6 +84,56 @@ def test_one_that_ends_is_started_again_up_to_the_cap(start: Start, tmp_path: Pa
     assert time.monotonic() - began >= 1.5  # 0.5 s, then 1 s
 
 
+# What an engine of vLLM 0.32 prints when its core dies: the cause, and the exception of the process that lost its core.
+DIES = """import os, sys
+pid = os.getpid()
+core, server = (f"({name} pid={pid}) ERROR 11-27 01:36:52 [core.py:1512] " for name in ("EngineCore", "MainProcess"))
+print(f"{core}Traceback (most recent call last):\\n{core}  File 'x', line 1279, in __call__")
+print(f"{core}RuntimeError: head_dim=16 isa=2")
+print(f"{server}vllm.v1.engine.exceptions.EngineDeadError: Failed. See stack trace (above) for the root cause.")
+print("2026-11-27 01:36:53,095 CRITICAL nemo_prorl.rollout.engine.server: the engine core died", flush=True)
+"""
+AGAIN = f"{DIES}sys.exit(70)"
+PLAIN = "raise ValueError('no memory')"
+OTHER = "import os; raise ValueError(f'no memory at {os.getpid()}')"
+KILLED = f"{DIES}os.kill(os.getpid(), 9)"
+
+
+@pytest.mark.parametrize(
+    ("code", "served", "starts", "cause"),
+    [
+        (AGAIN, False, 2, "status 70 (RuntimeError: head_dim=16 isa=2)"),
+        (PLAIN, False, 2, "status 1 (ValueError: no memory)"),
+        (PLAIN, True, 3, "status 1 (ValueError: no memory)"),
+        (PLAIN, None, 3, "status 1 (ValueError: no memory)"),
+        (OTHER, False, 3, "status 1 (ValueError: no memory at "),
+        (KILLED, False, 3, "status -9; starting it again"),
+        ("import sys; sys.exit('why')", False, 3, "status 1; starting it again"),
+    ],
+)
+def test_the_cause_of_an_end_is_shown_and_is_not_tried_again_before_it_has_served(
+    code: str, served: bool | None, starts: int, cause: str, start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    child = start(code, restarts=2)
+    child.has_served = None if served is None else lambda: served
+    pids = set()
+    with pytest.raises(ProcessFailed) as failed:
+        while child.process is not None:
+            pids.add(child.process.pid)
+            child.keep_up()
+            time.sleep(0.02)
+    assert f"child-0 ended with {cause}" in caplog.messages[0]
+    assert len(pids) == starts
+    if starts == 2:
+        raised = cause.split("(")[1].rstrip(")")
+        assert str(failed.value) == (
+            f"child-0 ended twice with the same exception before any response was generated: {raised};"
+            f" its log is {child.log_file}"
+        )
+    else:
+        assert "3 times within an hour" in str(failed.value)
+
+
 def test_one_that_runs_is_left_alone(start: Start) -> None:
     child = start("import time; time.sleep(60)")
     process = child.process

@@ -18,10 +18,11 @@ from nemo_prorl import stacks
 from nemo_prorl.launcher import supervisor
 from nemo_prorl.launcher.health import Health
 from nemo_prorl.launcher.peers import End, Peers, Place
-from nemo_prorl.launcher.processes import Child, MergedLog
+from nemo_prorl.launcher.processes import Child, MergedLog, ProcessFailed
 from nemo_prorl.launcher.supervisor import Node
 from nemo_prorl.lifecycle.stopping import FORWARDED_AS, JOB_START
 from nemo_prorl.rewards.options import add_server_arguments
+from nemo_prorl.rollout.engine.endpoint import served_file
 from nemo_prorl.rollout.engine.server import arguments
 from nemo_prorl.rollout.weights import WeightStore, weights_folder
 from nemo_prorl.settings import load
@@ -133,6 +134,16 @@ def test_an_engine_is_told_the_settings_of_the_run(tmp_path: Path) -> None:
     assert Path(args.endpoint_file) == engines[1].endpoint == tmp_path / "endpoints" / "engine-3.json"
 
 
+def test_an_engine_may_end_as_before_once_any_engine_of_the_run_has_served(tmp_path: Path) -> None:
+    rewards, *engines = node_of_two(tmp_path).services(tmp_path / "weights")
+    (tmp_path / "endpoints").mkdir()
+    assert rewards.has_served is None
+    told = [engine.has_served for engine in engines if engine.has_served is not None]
+    assert [has_served() for has_served in told] == [False, False]
+    served_file(str(tmp_path / "endpoints" / "engine-0.json")).touch()  # of the other node
+    assert [has_served() for has_served in told] == [True, True]
+
+
 def test_the_reward_server_is_told_tasks_functions_and_settings(tmp_path: Path) -> None:
     overrides = ["+rewards.functions.mine=/f.py:score", "rewards.workers=3", "rewards.unsafe_no_sandbox=true"]
     overrides.append("rewards.functions_time_s=33")
@@ -184,7 +195,9 @@ class SmallNode(Node):
         self.children: list[Child] = []
 
     def services(self, weights: Path, engines: int | None = None, alone: bool = False) -> list[Child]:
-        return [self.child("engine-0", self.engine, 3)]
+        engine = self.child("engine-0", self.engine, 3)
+        engine.has_served = self._has_engine_served
+        return [engine]
 
     def _ranks(self, only: str | None) -> list[Child]:
         return [self.child(f"trainer-{k}", program, 0) for k, program in enumerate(self.programs)]
@@ -265,6 +278,17 @@ def test_a_second_signal_kills_all_processes(number: signal.Signals, kept: bool,
     assert node.codes() == [-signal.SIGKILL, -signal.SIGKILL]
     onward = "continues after step-000007" if kept else "begins anew, because no checkpoint was complete"
     assert (end.code, end.what) == (75 if kept else 1, f"all processes were killed; the same command {onward}")
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_ranks_are_given_time_to_save_only_after_the_first_response(served: bool, tmp_path: Path) -> None:
+    saves = "import signal, time; signal.signal(15, lambda *_: exit(75)); time.sleep(600)"
+    node = SmallNode(tmp_path, "raise ValueError('no kernel')", saves, stop_s=500.0)
+    if served:
+        served_file(str(tmp_path / "endpoints" / "engine-0.json")).touch()
+    with pytest.raises(ProcessFailed, match="4 times within an hour" if served else "twice .*: ValueError: no kernel"):
+        node.run()
+    assert node.codes() == [1, 75 if served else -signal.SIGKILL]
 
 
 def test_a_second_signal_while_processes_are_stopped_kills_them(tmp_path: Path) -> None:

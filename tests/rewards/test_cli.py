@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nemo_prorl.errors import ConfigError, DataError
+from nemo_prorl.errors import ConfigError, DataError, RewardFailure
 from nemo_prorl.rewards import cli
 from tests.rewards.conftest import ROOT, request_of
 
@@ -87,6 +87,19 @@ def test_score_says_how_many_responses_have_no_score(tmp_path: Path, caplog: pyt
     assert run("score", function, "--in", str(source), "--out", str(tmp_path / "out.jsonl")) == 0
     assert caplog.messages[-2] == "1 responses: 1 score 1, 0 score 0, 0 between"
     assert caplog.messages[-1].startswith("1 responses have no score")
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_score_fails_if_no_response_has_a_score(
+    streamed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text("def score(prompt, response, truth):\n    return float(response) or None\n")
+    source = write(tmp_path / "in.jsonl", [request_of("mine", "0", f"r{n}") for n in range(2)])
+    out, function = tmp_path / "out.jsonl", f"rewards.functions.mine={tmp_path / 'mine.py'}:score"
+    monkeypatch.setattr("sys.stdin", source.open())
+    with pytest.raises(RewardFailure, match="none of 2 responses could be judged; the first: .* score returned None"):
+        run("score", function, "--in", "-" if streamed else str(source), "--out", str(out))
+    assert [verdict["score"] for verdict in lines_of(out.read_text())] == [None, None]
 
 
 def test_a_bad_line_is_named_before_anything_is_judged(plugins: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 import time
+import traceback
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,9 +30,12 @@ pytestmark = pytest.mark.starts
 SCORE = """
 from neighbour import ANSWER
 
+def broken():
+    return 1 / 0
+
 def score(prompt, response, truth):
     if response == "break":
-        return 1 / 0
+        return broken()
     return 1.0 if response.strip() == truth[ANSWER] else 0.25
 """
 
@@ -58,20 +62,32 @@ def test_a_function_is_a_plugin(place: str, response: str, score: float, correct
     assert (verdict["score"], verdict["correct"], verdict["failure"]) == (score, correct, None)
 
 
-def test_an_exception_is_located_in_the_users_file(place: str) -> None:
+def test_an_exception_is_located_in_the_users_file(place: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The traceback begins there, too."""
     verdict = judge(make_plugin(discover((), {"units": place}).plugin_of_task("units")), request("break"))
     assert verdict["failure"] == "infrastructure"
     assert verdict["detail"].startswith(f"your reward function 'units={place}' raised ZeroDivisionError")
-    assert f"raised ZeroDivisionError ({place.split(':')[0]}:6): division by zero" in verdict["detail"]
+    assert f"raised ZeroDivisionError ({place.split(':')[0]}:5): division by zero" in verdict["detail"]
+    [record] = caplog.records
+    assert record.exc_info is not None
+    assert [frame.name for frame in traceback.extract_tb(record.exc_info[2])] == ["score", "broken"]
 
 
 @pytest.mark.parametrize("value", ["None", "1.5", "'good'", "float('nan')"])
-def test_a_value_that_is_no_score_is_located_in_the_users_file(value: str, tmp_path: Path) -> None:
+def test_a_value_that_is_no_score_is_located_in_the_users_file(
+    value: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The function raised nothing, so nothing says that it did."""
     (tmp_path / "bad.py").write_text(f"# a comment\ndef score(prompt, response, truth):\n    return {value}\n")
     plugin = make_plugin(discover((), {"units": f"{tmp_path / 'bad.py'}:score"}).plugin_of_task("units"))
     verdict = judge(plugin, request("100"))
     assert verdict["failure"] == "infrastructure"
-    assert f"({tmp_path / 'bad.py'}:2): score returned {eval(value)!r}: expected a number" in verdict["detail"]
+    name, place = f"your reward function 'units={tmp_path / 'bad.py'}:score'", f"{tmp_path / 'bad.py'}:2"
+    assert verdict["detail"] == f"{name}: score returned {eval(value)!r}: expected a number from 0 to 1 ({place})"
+    assert judge(plugin, request("99")) == verdict
+    [record] = caplog.records
+    assert record.getMessage() == f"{verdict['detail']}; shown only once for this place"
+    assert record.exc_info is None
 
 
 def test_a_worker_judges_by_it(place: str) -> None:

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import EngineFailure, EngineRefused
 from nemo_prorl.rollout.endpoints import EngineClient, Response, SamplingParams, response_seed
+from nemo_prorl.rollout.engine.endpoint import served_file
 from nemo_prorl.rollout.engines import EnginePool
 from nemo_prorl.rollout.weights import WeightStore
 from tests.rollout.engines import (
@@ -273,6 +274,11 @@ def test_responses_and_weight_loads_are_recorded_when_asked(engine: EngineProces
     assert same(recorded, before)  # the recorder changes nothing
     asyncio.run(with_client(engine, lambda c: ask(c, SHORT[0], (1,), sampled)))
     assert http(engine, "POST", "/trace", {"record": False})[1]["spans"] == []
+
+
+def test_a_file_tells_that_the_engine_has_generated_a_response(engine: EngineProcess) -> None:
+    ask_all(engine, GREEDY)
+    assert served_file(str(engine.endpoint_file)).exists()
 
 
 def test_the_responses_of_a_group_share_its_prompt(engine: EngineProcess) -> None:

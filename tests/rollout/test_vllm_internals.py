@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,6 +33,35 @@ def _decided_anew() -> Iterator[None]:
 
 def all_options() -> set[str]:
     return {*vllm_internals.scheduler_options(), *cpu_options(eager=True)} & CHANGES
+
+
+# Asks the kernels of the installed vLLM, because its `get_supported_head_sizes` leaves out 48, which they compute.
+HEAD_SIZES = """
+import torch
+from vllm.platforms import current_platform
+current_platform.import_kernels()
+lengths, starts = torch.tensor([4], dtype=torch.int32), torch.tensor([0, 4], dtype=torch.int32)
+def has(size, dtype, isa):
+    try:
+        torch.ops._C.get_scheduler_metadata(1, 4, 2, size, lengths, dtype, starts, True, -1, isa, False, None)
+    except RuntimeError as error:
+        assert f"Unsupported CPU attention configuration: head_dim={size} " in str(error), error
+        return False
+    return True
+for dtype, isa in ((torch.float32, "vec"), (torch.float32, "vec16"), (torch.bfloat16, "amx")):
+    print([size for size in range(1, 1025) if has(size, dtype, isa)])
+"""
+
+
+def test_the_head_sizes_are_those_of_the_installed_kernels(vllm_python: str) -> None:
+    command = [vllm_python, "-c", HEAD_SIZES]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert said.splitlines() == [str(list(vllm_internals.CPU_HEAD_SIZES))] * 3
+
+
+def test_the_page_of_models_has_the_head_sizes() -> None:
+    *sizes, last = map(str, vllm_internals.CPU_HEAD_SIZES)
+    assert f"engines on CPUs: {', '.join(sizes)} or {last}, " in (ROOT / "docs/tutorial/model.md").read_text()
 
 
 def test_the_changes_are_made_for_the_version_that_both_locks_pin() -> None:

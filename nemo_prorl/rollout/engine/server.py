@@ -45,7 +45,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Any
 
 ROOT = str(Path(__file__).resolve().parents[3])
 if not __package__:  # started by path: replace this folder, whose module names could shadow other packages
@@ -53,6 +53,7 @@ if not __package__:  # started by path: replace this folder, whose module names 
 
 from nemo_prorl import stacks  # noqa: E402
 from nemo_prorl.rollout.endpoints import read_token  # noqa: E402
+from nemo_prorl.rollout.engine.endpoint import UNPUBLISHED, remove_endpoint, served_file, write_endpoint  # noqa: E402
 from nemo_prorl.rollout.engine.guard import Guard  # noqa: E402
 from nemo_prorl.rollout.engine.requests import (  # noqa: E402
     BadRequest,
@@ -68,13 +69,11 @@ from nemo_prorl.rollout.engine.setup import is_cpu_build, limits_of, make_engine
 from nemo_prorl.rollout.engine.sleep import HELD_SUFFIX, EngineSleep, Refused, wait_while_held  # noqa: E402
 from nemo_prorl.rollout.engine.vllm_internals import kv_cache_peak  # noqa: E402
 from nemo_prorl.rollout.engine.weights import Shapes, UnfitWeights, check_fits, check_held, shapes_of_model  # noqa: E402
-from nemo_prorl.schema import Constraint, Count, Number  # noqa: E402
 from nemo_prorl.tracing import RECORDER, answer  # noqa: E402
 
 _log = logging.getLogger("nemo_prorl.rollout.engine.server")
 
 ENGINE_LOST = 70  # exit status: the supervisor must start a new engine
-UNPUBLISHED: Literal[-1] = -1  # weight version of an engine that has the weights of its model folder
 HEARTBEAT_S = 10.0  # seconds between lines with the number of tokens, in a stream without finished responses
 UPDATE_LIMIT_S = 300.0  # seconds; a longer update counts as a hung core
 
@@ -91,9 +90,10 @@ class EngineServer:
         health_s: float,
         sleep: EngineSleep,
         name: str,
+        served_file: Path | None = None,
     ) -> None:
         self.engine, self.limits, self.shapes, self.sleeping, self.name = engine, limits, shapes, sleep, name
-        self.weights_dir, self.health_s = weights_dir, health_s
+        self.weights_dir, self.health_s, self.served_file = weights_dir, health_s, served_file
         self.version: int = UNPUBLISHED
         self.in_flight, self.requests, self.tokens, self.updating_since = 0, 0, 0, 0.0
         self.kv_peak: float | None = None  # largest share of the KV cache in use since the last report
@@ -187,6 +187,7 @@ class EngineServer:
             _record(last, len(tokens), began)
         if last is None or output.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM aborted response {index}")
+        self._tell_served()
         if (peak := kv_cache_peak(last)) is not None:
             self.kv_peak = max(peak, self.kv_peak or 0.0)
         line = {
@@ -197,6 +198,13 @@ class EngineServer:
             "weight_version": int(output.weight_versions[-1].version),
         }
         return json.dumps(line) + "\n"
+
+    def _tell_served(self) -> None:
+        """Make the file for the first response.  Before it exists, a repeated exception of the engine ends the run."""
+        if self.served_file is not None:
+            with contextlib.suppress(OSError):  # the disk may be full
+                self.served_file.touch()
+            self.served_file = None
 
     def _ended(self, task: "asyncio.Future[Any]") -> None:
         self.in_flight -= 1
@@ -398,45 +406,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return p.parse_args(argv)
 
 
-class EngineEndpoint(TypedDict):
-    """The address of a rollout engine of a run."""
-
-    kind: Literal["engine"]
-    index: Count
-    url: Annotated[str, Constraint(pattern="^http://")]
-    pid: Number
-    state: Literal["ready"]
-    weights_dir: str
-    """the only folder from which the engine loads weights, on its own node"""
-    weight_version: Literal[-1]
-    """-1: the engine has the weights of its model folder; GET /health returns the current version"""
-
-
-def write_endpoint(args: argparse.Namespace, port: int) -> None:
-    """Write the endpoint file of this engine atomically."""
-    host = args.public_host or args.host
-    endpoint: EngineEndpoint = {
-        "kind": "engine",
-        "index": args.index,
-        "url": f"http://{host}:{port}",
-        "pid": os.getpid(),
-        "state": "ready",
-        "weights_dir": args.weights_dir,
-        "weight_version": UNPUBLISHED,
-    }
-    temporary = f"{args.endpoint_file}.{os.getpid()}.tmp"
-    with open(temporary, "w", encoding="ascii") as file:
-        json.dump(endpoint, file)
-    os.replace(temporary, args.endpoint_file)
-
-
-def remove_endpoint(path: str) -> None:
-    """Remove the endpoint file if this process wrote it; the file of a successor stays."""
-    with contextlib.suppress(OSError, ValueError), open(path, encoding="ascii") as file:
-        if json.load(file)["pid"] == os.getpid():
-            os.unlink(path)
-
-
 def serve(args: argparse.Namespace, token: str, shapes: Shapes, guard: Guard) -> int:
     """Start the engine and serve until SIGTERM; return the exit status."""
     import uvicorn
@@ -451,7 +420,8 @@ def serve(args: argparse.Namespace, token: str, shapes: Shapes, guard: Guard) ->
         limits = limits_of(engine.model_config.hf_config, args.max_model_len)
         sleep = EngineSleep(engine, args.sleep, frees_memory=not is_cpu_build())
         name = f"engine-{args.index}"
-        app.state.server = EngineServer(engine, limits, shapes, args.weights_dir, args.health_s, sleep, name)
+        served = served_file(args.endpoint_file) if args.endpoint_file else None
+        app.state.server = EngineServer(engine, limits, shapes, args.weights_dir, args.health_s, sleep, name, served)
         await engine.update_weight_version(str(UNPUBLISHED))
         gc.collect()
         gc.freeze()  # the garbage collector skips the objects of vLLM and torch from now on

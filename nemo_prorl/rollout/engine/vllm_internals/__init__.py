@@ -16,6 +16,8 @@ from typing import Any
 _log = logging.getLogger(__name__)
 
 MADE_FOR = "0.32.0"  # version of vLLM
+# Values of an attention head for which its CPU build has kernels.  vLLM notices others at the first request only.
+CPU_HEAD_SIZES = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 NORMS = "prorl_cpu"  # name under which cpu.py registers its norms in vLLM
 KV_CACHE_PEAK = "prorl_kv_cache_peak"  # key under which scheduler.py puts the peak use into a finished response
 

@@ -13,6 +13,8 @@ from nemo_prorl.config import Config, ResetsConfig
 from nemo_prorl.lifecycle.records import Journal
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.planning.replay import read_journal
+from nemo_prorl.report.forecast import segments
+from nemo_prorl.report.read import read_curves
 from tests.lifecycle.parts import NoCheckpoints, Parts
 
 SE = 0.01
@@ -46,7 +48,7 @@ class Run:
                 metrics.put(key, value)
             if scores := validation(step):
                 self.parts.validation.scores[step] = {**scores, "all": {"mean": 0.0}}  # type: ignore[typeddict-item]
-                self.parts.records.event("validation", step, **scores)
+                self.parts.records.event("validation", step, **scores, all={"mean": 0.3, "se": SE})
             self.parts.records.log(metrics)
             if reason := self.parts.resets.due(metrics):
                 self.parts.resets.perform(step, reason, NoCheckpoints())
@@ -144,6 +146,21 @@ def test_a_reset_behind_the_checkpoint_of_a_resume_does_not_count(tmp_path: Path
     journal.append("reset_commit", 9, reason="r", reference_sha256="0" * 64)
     journal.append("resume", 7, stage="none", version="0")
     assert read_journal(tmp_path) == ({}, {5})
+
+
+def test_replay_and_forecast_count_the_same_validations(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also the one before step 1, which has no line in metrics.jsonl; not one of a discarded step."""
+    journal, rest = Journal(recorded), (recorded / "journal.jsonl").read_text()
+    (recorded / "journal.jsonl").unlink()
+    journal.append("validation", 0, **(validation(10) or {}), all={"mean": 0.3, "se": SE})
+    with (recorded / "journal.jsonl").open("a") as file:
+        file.write(rest)
+    journal.append("validation", 405, **(validation(400) or {}), all={"mean": 0.3, "se": SE})
+    journal.append("resume", 400, stage="none", version="0")
+    [segment] = segments(read_curves([recorded])[0])
+    assert cli.main(["replay", str(recorded)]) == 0
+    told = capsys.readouterr().out
+    assert (len(segment.steps), "steps 1 to 400, 41 validations" in told) == (41, True), told
 
 
 @pytest.mark.parametrize(

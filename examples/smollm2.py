@@ -7,6 +7,7 @@ into a temporary folder, and installs neither.  The result is a Hugging Face fol
 `pretrained_checkpoint.restore_from_path`.  With 4 bits the model is a little worse than its authors' own.
 """
 
+import argparse
 import subprocess
 import sys
 import tempfile
@@ -68,6 +69,9 @@ def tokenizer_of(fields: Any) -> Any:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or Path(sys.argv[1]).exists():
-        sys.exit("usage: python examples/smollm2.py NEW_FOLDER")
-    print(make_model(Path(sys.argv[1])))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", metavar="FOLDER", type=Path, help="new folder of the model")
+    args = parser.parse_args()
+    if args.out.exists():
+        parser.error(f"{args.out} exists. Fix: another FOLDER")
+    print(make_model(args.out))

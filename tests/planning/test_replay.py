@@ -10,6 +10,7 @@ import pytest
 from nemo_prorl import cli, settings
 from nemo_prorl.algorithms.reset_rules import Finding, replay
 from nemo_prorl.config import Config, ResetsConfig
+from nemo_prorl.lifecycle.journal_events import HeldOutScore
 from nemo_prorl.lifecycle.records import Journal
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.planning.replay import read_journal
@@ -31,7 +32,8 @@ def values(step: int) -> dict[str, float]:
 
 def validation(step: int) -> dict[str, Any] | None:
     scores = {k.removeprefix("validation/"): v for k, v in values(step).items() if k.startswith("validation/")}
-    return {"tasks": {n: {"mean": v, "se": SE, "prompts": 9} for n, v in scores.items()}} if scores else None
+    tasks = {name: {"mean": value, "se": SE, "prompts": 9} for name, value in scores.items()}
+    return {"tasks": tasks, "all": {"mean": 0.3, "se": SE, "prompts": 18}} if scores else None
 
 
 class Run:
@@ -48,7 +50,7 @@ class Run:
                 metrics.put(key, value)
             if scores := validation(step):
                 self.parts.validation.scores[step] = {**scores, "all": {"mean": 0.0}}  # type: ignore[typeddict-item]
-                self.parts.records.event("validation", step, **scores, all={"mean": 0.3, "se": SE})
+                self.parts.records.event("validation", step, **scores)
             self.parts.records.log(metrics)
             if reason := self.parts.resets.due(metrics):
                 self.parts.resets.perform(step, reason, NoCheckpoints())
@@ -150,12 +152,13 @@ def test_a_reset_behind_the_checkpoint_of_a_resume_does_not_count(tmp_path: Path
 
 def test_replay_and_forecast_count_the_same_validations(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also the one before step 1, which has no line in metrics.jsonl; not one of a discarded step."""
+    score: HeldOutScore = {"mean": 0.3, "se": SE, "prompts": 9}
     journal, rest = Journal(recorded), (recorded / "journal.jsonl").read_text()
     (recorded / "journal.jsonl").unlink()
-    journal.append("validation", 0, **(validation(10) or {}), all={"mean": 0.3, "se": SE})
+    journal.append("validation", 0, all=score, tasks={"math": score})
     with (recorded / "journal.jsonl").open("a") as file:
         file.write(rest)
-    journal.append("validation", 405, **(validation(400) or {}), all={"mean": 0.3, "se": SE})
+    journal.append("validation", 405, all=score, tasks={"math": score})
     journal.append("resume", 400, stage="none", version="0")
     [segment] = segments(read_curves([recorded])[0])
     assert cli.main(["replay", str(recorded)]) == 0

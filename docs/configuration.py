@@ -1,5 +1,6 @@
 """Writes docs/reference/configuration.md from the types in nemo_prorl/config.py, by `python docs/configuration.py`."""
 
+import json
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
@@ -12,6 +13,7 @@ from nemo_prorl.config import MISSING, Config, ConfigKey, all_keys
 
 PAGE = Path(__file__).resolve().parent / "reference" / "configuration.md"
 ENDS = "...\n"  # yaml writes it after a single value
+BAR = r"\|"  # a | within a cell
 HEAD = """# Configuration keys
 
 Set a key with `KEY=VALUE`, for example `prorl train trainer.grpo.max_steps=200`.
@@ -59,7 +61,7 @@ def _section(name: str, about: str, keys: list[ConfigKey]) -> str:
 def _row(key: ConfigKey) -> str:
     name = f"`{key.name.rpartition('.')[2]}`{' *' if key.rule.may_change else ''}"
     cells = (name, _kind(key), _default(key.default), _values(key), key.rule.meaning)
-    return f"| {' | '.join(cells)} |"
+    return f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |"
 
 
 def _kind(key: ConfigKey) -> str:
@@ -78,8 +80,10 @@ def _kind(key: ConfigKey) -> str:
 def _default(value: Any) -> str:
     if isinstance(value, str) and value == MISSING:
         return "set by the model or by you"
-    text = yaml.safe_dump(value, default_flow_style=True, width=1000)
-    return f"`{text.removesuffix(ENDS).strip()}`"
+    text = yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix(ENDS).strip()
+    if "\n" in text:  # a row of a table is one line
+        text = json.dumps(value)
+    return f"`{text}`"
 
 
 def _values(key: ConfigKey) -> str:

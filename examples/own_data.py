@@ -43,7 +43,6 @@ def main(source: str, overrides: list[str]) -> None:
                 "run_dir": "runs/mine",
                 "data.train": [{"name": "mine", "path": OUT / "train.jsonl"}],
                 "data.validation": [{"name": "mine", "path": OUT / "validation.jsonl"}],
-                "data.prompt": "text",  # the laptop's model has no chat template
                 "trainer.grpo.context_tokens": 160,
             },
             *overrides,

@@ -6,6 +6,7 @@ python -m nemo_prorl.launcher.allocation OVERRIDE ...     exit code 2: the confi
 import json
 import logging
 import sys
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
@@ -17,6 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 def allocation(cfg: DictConfig) -> dict[str, Any]:
+    paths = [one.path for part in ("train", "validation") for one in cfg.data[part] if one.path is not None]
     return {
         "num_nodes": cfg.trainer.num_nodes,
         "devices": node_devices(cfg),
@@ -25,6 +27,7 @@ def allocation(cfg: DictConfig) -> dict[str, Any]:
         "attempts": cfg.launch.attempts,
         "env": dict(cfg.launch.env),
         "on_event": cfg.on_event,
+        "reads_data_folder": any(Path(cfg.data.folder) in Path(path).parents for path in paths),
     }
 
 

@@ -22,6 +22,7 @@ from omegaconf import DictConfig
 
 import nemo_prorl
 from nemo_prorl.errors import ConfigError, ProrlError, UnfitMachine
+from nemo_prorl.launcher.allocation import allocation
 from nemo_prorl.launcher.formats import ChainEntry, ChainRecord
 from nemo_prorl.launcher.slurm_queries import Job
 from nemo_prorl.launcher.submission import Submission, arguments
@@ -118,7 +119,7 @@ def launch(root: Path, folder: Path, stages: Sequence[ChainStage], args: argpars
     for stage in todo:
         tell_of_a_stop(stage)
     if todo and args.container_image:
-        _warn_of_paths(root, [todo[0].name, *container, *todo[0].overrides])
+        _warn_of_paths(root, [todo[0].name, *container, *todo[0].overrides], todo[0].cfg)
     if Path.cwd() != root:
         _log.info("jobs start in %s: relative paths in overrides start there", root)
     if args.dry_run:
@@ -142,10 +143,12 @@ def launch(root: Path, folder: Path, stages: Sequence[ChainStage], args: argpars
     sys.stdout.write(f"state of the chain: prorl status {shlex.quote(str(folder))}\n")
 
 
-def _warn_of_paths(root: Path, words: list[str]) -> None:
+def _warn_of_paths(root: Path, words: list[str], cfg: DictConfig) -> None:
     """Warn of each path that the container of a job does not see.  `words`: arguments of the batch script."""
     with contextlib.chdir(root):
-        for fault in Submission(arguments(words), Job()).path_faults():
+        submission = Submission(arguments(words), Job())
+        submission.plan = allocation(cfg)
+        for fault in submission.path_faults():
             _log.warning("%s", fault)
 
 

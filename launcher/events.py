@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Unpack
@@ -46,6 +47,9 @@ _HOOK_EVENTS: dict[str, tuple[HookName, str]] = {
 }
 # The error in a line of a process's log: a message of our own, or the last line of a Python traceback.
 _ERROR = re.compile(r" ERROR [\w.]+: (.+)|^((?:[a-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Failure|Exit|Interrupt)\b.*)")
+
+# The first line of a record of any logger; NeMo's and Lightning's have forms of their own.
+_RECORD = re.compile(r"\[NeMo |[A-Z]+: |\d{4}-\d\d-\d\d \S+ [A-Z]+ [\w.]+: ")
 
 
 @dataclass
@@ -232,6 +236,25 @@ def _reason(what: str, log: Sequence[str]) -> str:
         if found := _ERROR.search(line):
             return f"{found[1] or found[2]} ({what})"
     return what
+
+
+def on_screen(what: str, log: Sequence[str], shown: bool) -> list[str]:
+    """Return the lines that report a failed process on the screen, without those of libraries; the log has all.
+
+    Args:
+        log: last lines of the log of the process.
+        shown: whether the first line of each of our own errors in `log` is on the screen already.
+    """
+    for at in reversed(range(len(log))):
+        if not (found := _ERROR.search(log[at])):
+            continue
+        if not (shown and found[1] and " nemo_prorl" in found[0]):
+            what = _reason(what, [log[at]])
+        rest = list(takewhile(lambda line: not _RECORD.match(line), log[at + 1 :]))  # of an error of several lines
+        return [*rest, what]
+    # It died without an error: the last lines outside of any record, such as those of a crash in C++.
+    rest = list(takewhile(lambda line: not _RECORD.match(line) and not line.startswith("    "), reversed(log)))
+    return [*reversed(rest), what]
 
 
 def last_step(run_dir: Path) -> int:

@@ -9,6 +9,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import secrets
 import socket
 import sys
@@ -123,13 +124,24 @@ def locked(run_dir: Path, wait_s: float = 0.0) -> Iterator[None]:
                     file.seek(0)
                     holder = file.read().strip()
                     text = f"run_dir={run_dir} is in use by another process{f': {holder}' if holder else ''}"
-                    raise (StillInUse(f"{text}, still after {wait_s:g} s") if wait_s else ConfigError(text)) from error
+                    cure = f". Fix: wait for its end{_stopping(holder)}, or set run_dir to another folder"
+                    waited = f", still after {wait_s:g} s" if wait_s else ""
+                    raise (StillInUse if wait_s else ConfigError)(f"{text}{waited}{cure}") from error
                 time.sleep(0.5)
         file.truncate(0)
         job = os.environ.get("SLURM_JOB_ID")
         file.write(f"process {os.getpid()} on {socket.gethostname()}{f', Slurm job {job}' if job else ''}\n")
         file.flush()
         yield
+
+
+def _stopping(holder: str) -> str:
+    """Return the command that stops the holder of a lock after its step; empty if the lock does not name it."""
+    match = re.fullmatch(r"process (\d+) on (\S+?)(?:, Slurm job (\S+))?", holder)
+    if match is None:
+        return ""
+    command = f"scancel {match[3]}" if match[3] else f"kill {match[1]}"
+    return f", stop it ({command}{'' if match[3] else f' on {match[2]}'}; it saves its step)"
 
 
 def make_folder(folder: Path) -> None:

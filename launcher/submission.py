@@ -174,6 +174,8 @@ class Submission:
         for key, _, value in (text.partition("=") for text in self.overrides if self.args.container_image):
             path = Path(value)
             is_path = key == "run_dir" or (_PATHS.fullmatch(key) and value not in ("", "null"))
+            if key == "data.folder" and not self.plan.get("reads_data_folder", True):
+                continue
             if not is_path or any(mount in (path, *path.parents) for mount in inside):
                 continue
             place = path if key in ("run_dir", "data.folder") else path.parent

@@ -23,7 +23,7 @@ from nemo_prorl.config import Config
 from nemo_prorl.launcher.determinism import variables_of_engines, variables_of_ranks
 from nemo_prorl.launcher.doctor.check import NoAnswer
 from nemo_prorl.launcher.environment import engine_libraries, for_engine, order_of_kernels, with_caches
-from nemo_prorl.launcher.events import Events
+from nemo_prorl.launcher.events import Events, on_screen
 from nemo_prorl.launcher.health import Health
 from nemo_prorl.launcher.peers import CLEAN, End, Peers, Place
 from nemo_prorl.launcher.processes import Child, Lines, NeverServed, ProcessFailed, stop_all
@@ -232,9 +232,9 @@ class Node:
         where = f"{end.host}: " if end.host else ""
         if self.events is not None:
             self.events.failure(f"{where}{end.what}", process=end.process, status=end.status, log=end.log)
-        _log.error("%s%s%s", where, end.what, f"; its last {len(end.log)} lines:" if end.log else "")
-        for line in end.log:
-            _log.error("  %s", line)
+        shown = self.progress is not None and end.process == "trainer-0"  # `Progress.line` shows what it logs
+        for line in on_screen(f"{where}{end.what}", end.log, shown):
+            _log.error("%s", line)
         return end
 
     @contextmanager

@@ -383,7 +383,7 @@ class DataConfig:
     prompt: str = key(
         "as_written",
         "form of the prompts: text stays text and messages go through the chat template (as_written); all through the"
-        " chat template (chat); all as text (text); all as DeepSeek-R1-Zero's dialogue that ends in <think> (r1)",
+        " chat template (chat); all as text (text); all as DeepSeek-R1-Zero's dialogue that ends in `<think>` (r1)",
         choices=("as_written", "chat", "text", "r1"),
     )
     system: str | None = key(None, "system prompt of every prompt; null: none")
@@ -469,7 +469,11 @@ class ModelKeys:
 class Config:
     """The whole configuration of a run."""
 
-    run_dir: str = key("runs/laptop", "directory of the run; default of a stage: runs/prorl/STAGE", may_change=True)
+    run_dir: str = key(
+        "runs/laptop",
+        "directory of the run; default of each cluster: runs/laptop, with a stage runs/prorl/STAGE",
+        may_change=True,
+    )
     stage: str = key("none", "stage of the chain, set by the group stage=run1..run8")
     config_dir: str | None = key(
         None,

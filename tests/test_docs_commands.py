@@ -70,6 +70,7 @@ ELSEWHERE = {  # why not here
     "make": "tests/test_docs.py asks make what it would run, which is run in small here and in tests/test_main_job.py",
     "ablations.py": "hours of work: tests/test_docs.py looks for its options",
     "resets.py": "hours of work: tests/test_docs.py looks for its options",
+    "smollm2.py": "downloads 93 MB: tests/test_examples.py makes a tokenizer by it",
     "dev-cluster.sh": "tests/cluster starts such a cluster",
     "lock.py": "asks a package index: tests/test_setup.py holds the lock that it wrote",
     "container": "no container engine here: tests/test_container.py holds the Dockerfile and what it calls",

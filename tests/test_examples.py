@@ -1,8 +1,12 @@
 """The files of examples/: each runs in an empty folder, small."""
 
+import json
+import runpy
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,6 +48,50 @@ def test_reading_a_run(root: Path, tmp_path: Path) -> None:
     assert (run / "three-curves.png").stat().st_size > 1000
 
 
+@dataclass
+class Field:
+    """A field of a GGUF file, as gguf's reader gives it."""
+
+    value: Any
+
+    def contents(self) -> Any:
+        return self.value
+
+
+def test_the_tokenizer_of_a_gguf_file(root: Path) -> None:
+    """Single digits, bytes without a leading blank, and whole special tokens, whose kind is 3."""
+    letters = [chr(code) for code in range(33, 127)] + ["Ġ", "Ċ", "Ã", "¯"]
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *letters, "he", "12"]
+    template = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    fields = {
+        "tokenizer.ggml.tokens": Field(tokens),
+        "tokenizer.ggml.token_type": Field([3, 3, 3, *[1] * (len(tokens) - 3)]),
+        "tokenizer.ggml.merges": Field(["h e", "1 2"]),
+        "tokenizer.chat_template": Field(template),
+    }
+    tokenizer = runpy.run_path(str(root / "examples" / "smollm2.py"))["tokenizer_of"](fields)
+    text = "<|im_start|>hen ï 12"
+    ids = tokenizer(text)["input_ids"]
+    assert [tokens[at] for at in ids] == ["<|im_start|>", "he", "n", "Ġ", "Ã", "¯", "Ġ", "1", "2"]
+    assert tokenizer.decode(ids) == text
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id) == (2, 2, 1)
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "he"}], tokenize=False)
+    assert chat == "<|im_start|>user\nhe<|im_end|>\n"
+
+
+def test_the_pages_name_the_packages_of_the_model_and_a_present_folder_is_kept(root: Path, tmp_path: Path) -> None:
+    script = root / "examples" / "smollm2.py"
+    names = {package.partition("==")[0] for package in runpy.run_path(str(script))["PACKAGES"]}
+    for name in ("explanation/real_model.md", "tutorial/model.md"):
+        page = (root / "docs" / name).read_text()
+        assert ".venv/train/bin/python examples/smollm2.py models/SmolLM2-135M-Instruct" in page
+        assert all(name in page for name in names)
+    done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.endswith(f"error: {tmp_path} exists. Fix: another FOLDER\n")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.slow
 @pytest.mark.nemo
 @pytest.mark.vllm
@@ -59,6 +107,9 @@ class TestRuns:
         (tmp_path / "sums.csv").write_text("problem,answer\n" + rows)
         shown = run_example(root, tmp_path, "own_data.py", "sums.csv", "trainer.warmup.steps=0", *QUICK)
         assert "finished: True" in shown
+        stored = next((tmp_path / "runs" / "mine" / "rollouts").glob("*.jsonl")).read_text().split("\n")[0]
+        assert json.loads(stored)["prompt"][0]["role"] == "user"  # goes through the laptop's own chat template
+        assert "\n  prompt: as_written\n" in (tmp_path / "runs" / "mine" / "config.yaml").read_text()
 
     def test_own_model(self, root: Path, tmp_path: Path, undisturbed: Path) -> None:
         model = str(undisturbed / "base")

@@ -75,6 +75,10 @@ def check_computed(hf: dict[str, Any], whose: str) -> None:
             f"{whose}: attention_bias=True is not supported for {kind}; expected False, because the actor's output"
             " projection has no bias. Fix: another model"
         )
+    heads, groups = hf.get("num_attention_heads"), hf.get("num_key_value_heads")
+    if type(heads) is type(groups) is int and (groups < 1 or heads % groups):
+        why = f"expected a divisor of num_attention_heads={heads}. Fix: another model"
+        raise ConfigError(f"{whose}: num_key_value_heads={groups}: {why}")
     if others := sorted(set(hf.get("layer_types") or ()) - {"full_attention"}):
         raise ConfigError(f"{whose}: layer_types has {others[0]!r}; expected only 'full_attention'. Fix: another model")
     for key in ("rope_scaling", "rope_parameters"):

@@ -25,7 +25,7 @@ from nemo_prorl.evaluation.formats import (
 )
 from nemo_prorl.evaluation.gains import gain_text, gains_by_start
 from nemo_prorl.evaluation.readings import Reading, domain_name, explained
-from nemo_prorl.evaluation.results import Scored, by_domain, numbers, percent, scored
+from nemo_prorl.evaluation.results import Scored, by_domain, is_graded, numbers, percent, scored
 from nemo_prorl.evaluation.store import Store, read_json
 from nemo_prorl.planning.columns import columns
 
@@ -267,6 +267,7 @@ def table(comparison: EvaluationComparison) -> str:
     for name, entry in comparison["benchmarks"].items():
         text.append(f"{name}{' (out of distribution)' if entry['out_of_distribution'] else ''}")
         ks = sorted({k for one in entry["models"].values() for k in one["pass@k"]}, key=int)
+        ks = [] if is_graded(entry["models"].values()) else ks
         rows = [["", "reward", *(f"pass@{k}" for k in ks)]]
         for model, its in entry["models"].items():
             rows.append([f"  {model}", percent(its["reward"]), *(percent(its["pass@k"].get(k)) for k in ks)])

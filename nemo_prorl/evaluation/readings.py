@@ -20,7 +20,7 @@ def explained(found: Reading, base: str, k: int) -> str:
         "narrowed": f"is right more often at the first try, but {base} solves more prompts in {tries}: narrowed",
         "worse": f"is right less often than {base}: worse",
         "closer": f"has a higher mean reward than {base}, but is not right more often: closer",
-        "no difference": f"cannot be told from {base}: no difference",
+        "no difference": f"is not measurably different from {base}",
     }[found]
 
 

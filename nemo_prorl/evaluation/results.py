@@ -1,6 +1,6 @@
 """The numbers of one model on benchmarks, computed from its judged samples: results.json and its table."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
@@ -245,18 +245,27 @@ def table(result: EvaluationResults) -> str:
         rows += [_row(name, entry, largest) for name, entry in entries.items() if entry["out_of_distribution"]]
         if len(result["out_of_distribution"]["benchmarks"]) > 1:
             rows += [_row("mean of these", result["out_of_distribution"], largest)]
-    return columns(rows, right=range(1, len(heads)))
+    if is_graded(entries.values()):
+        rows = [[cell for at, cell in enumerate(row) if not heads[at].startswith("pass@")] for row in rows]
+    return columns(rows, right=range(1, len(rows[0])))
+
+
+def is_graded(entries: Iterable[Mapping[str, Any]]) -> bool:
+    """Return whether rewards were given and no response was right; pass@k is then 0 for each k, and is not shown."""
+    known = list(entries)
+    rewarded = any(entry["reward"] is not None and entry["reward"]["mean"] > 0 for entry in known)
+    return rewarded and not any(one["mean"] for entry in known for one in entry["pass@k"].values())
 
 
 def _row(name: str, entry: Mapping[str, Any], largest: int) -> list[str]:
-    tokens = entry["tokens"]
+    tokens, graded = entry["tokens"], is_graded([entry])
     return [
         name,
         str(entry.get("prompts", "")),
         str(entry.get("samples", "")),
-        percent(entry["pass@1"]),
+        percent(None if graded else entry["pass@1"]),
         percent(entry["reward"]),
-        percent(entry["pass@k"].get(str(largest))),
+        percent(None if graded else entry["pass@k"].get(str(largest))),
         "-" if tokens is None else f"{tokens['mean']:.0f}",
         *("-" if (one := entry.get(key)) is None else f"{100 * one:.1f}" for key in ("truncated", "without_form")),
         str(entry.get("unjudged", "")),

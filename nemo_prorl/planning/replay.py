@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         sys.stdout.write("".join(json.dumps(asdict(finding)) + "\n" for finding in findings))
     else:
-        sys.stdout.write(table(findings, lines, sorted(resets), bool(errors)))
+        sys.stdout.write(table(findings, lines, sorted(resets), set(errors)))
     return 0
 
 
@@ -111,8 +111,9 @@ def read_journal(folder: Path) -> tuple[dict[int, Mapping[str, float]], set[int]
     errors: dict[int, Mapping[str, float]] = {}
     resets: set[int] = set()
     for event in Journal(folder).events():
-        if event["event"] == "resume":  # resets after the resumed step were discarded with it
+        if event["event"] == "resume":  # what came after the resumed step was discarded with it
             resets = {step for step in resets if step <= event["step"]}
+            errors = {step: error for step, error in errors.items() if step <= event["step"]}
         elif event["event"] == "validation":
             errors[event["step"]] = standard_errors(event)
         elif event["event"] == "reset_commit":
@@ -120,17 +121,19 @@ def read_journal(folder: Path) -> tuple[dict[int, Mapping[str, float]], set[int]
     return errors, resets
 
 
-def table(findings: list[Finding], lines: list[dict[str, Any]], resets: list[int], with_errors: bool) -> str:
+def table(findings: list[Finding], lines: list[dict[str, Any]], resets: list[int], validations: set[int]) -> str:
     """Return the findings as text: a head with the steps and resets of the run, then a table.
 
     Args:
         lines: lines of metrics.jsonl.
         resets: steps after which the run made hard resets.
-        with_errors: whether the rules also used standard errors from the journal; the head says so.
+        validations: steps of the validations in the journal, whose standard errors the rules also used; the head says
+            so.  It counts them with the first one, before step 1, of which metrics.jsonl has no line.
     """
     steps = f"steps {lines[0]['step']} to {lines[-1]['step']}"
-    validated = sum(any(key.startswith("validation/") for key in line) for line in lines)
-    noise = "standard errors and scatter" if with_errors else "scatter only (no journal with standard errors)"
+    in_lines = {line["step"] for line in lines if any(key.startswith("validation/") for key in line)}
+    validated = len(in_lines | {step for step in validations if step <= lines[-1]["step"]})
+    noise = "standard errors and scatter" if validations else "scatter only (no journal with standard errors)"
     text = f"{steps}, {validated} validations, noise from {noise}\n"
     if resets:
         text += f"hard resets of the run: after steps {', '.join(map(str, resets))}\n"

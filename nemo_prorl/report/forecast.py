@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from nemo_prorl.planning.columns import columns
@@ -131,14 +132,15 @@ def forecast(curve: Curve) -> dict[str, Any]:
     parts = segments(curve)
     found: dict[str, Any] = {"name": curve.name, "refused": None, "segments": []}
     if sum(len(part.steps) for part in parts) < 2:
-        return found | {"refused": "fewer than two validations since the start"}
+        few = "fewer than two validations since the start"
+        return found | {"refused": few + _cure(curve.runs[-1], len(parts[-1].steps) if parts else 0)}
     fitted = [judged(part) for part in parts]
     for part, (curves, _, refusal) in zip(parts, fitted, strict=True):
         if curves is not None and refusal is None:
             found["segments"].append({"begin": part.begin, "asymptote": _rounded(curves.asymptote)})
     last, (curves, tests, refusal) = parts[-1], fitted[-1]
     if curves is None:
-        return found | {"refused": refusal}
+        return found | {"refused": f"{refusal}{_cure(curve.runs[-1], len(last.steps))}"}
     on_gpus = curve.runs[-1].setting("trainer.accelerator") == "gpu"
     ahead = AHEAD_HOURS if on_gpus else curves.end
     gain = curves.gain(ahead)
@@ -168,7 +170,8 @@ def judged(segment: Segment) -> tuple["Curves | None", list[dict[str, Any]], str
     """Return the curves of a segment, its back-tests, and why no asymptote is given; None if it is given."""
     curves = segment.curves()
     if curves is None:
-        return None, [], f"{len(segment.steps)} validations since step {segment.begin}; {LEAST_POINTS} are needed"
+        validations = "1 validation" if len(segment.steps) == 1 else f"{len(segment.steps)} validations"
+        return None, [], f"{validations} since step {segment.begin}; {LEAST_POINTS} are needed"
     tests = backtests(segment)
     refusal = curves.refusal
     missed = next((test for test in tests if test["share"] == _GATE and test["hit"] is False), None)
@@ -179,6 +182,24 @@ def judged(segment: Segment) -> tuple["Curves | None", list[dict[str, Any]], str
             f" {missed['end']:.3f}"
         )
     return curves, tests, refusal
+
+
+def _cure(run: RunRecord, count: int) -> str:
+    """Return when a run whose last segment has `count` validations has enough, and the command if it ends before.
+
+    Empty if config.yaml does not say when the run validates.
+    """
+    every, end = (number(run.setting(f"trainer.grpo.{key}")) for key in ("validate_every", "max_steps"))
+    if run.setting("data.validation") == []:
+        return ". Fix: another run with prompts to validate on (this one has data.validation=[])"
+    if every is None or end is None or every < 1 or count >= LEAST_POINTS:
+        return ""
+    enough = int((run.last_step // every + LEAST_POINTS - count) * every)
+    if enough <= end:
+        return f". Fix: wait for step {enough}"
+    key = f"trainer.grpo.max_steps={enough}"
+    on_gpus = run.setting("trainer.accelerator") == "gpu"  # started by Slurm, with keys of its own
+    return ". Fix: " + (f"continue with {key}" if on_gpus else f"prorl train run_dir={quote(str(run.folder))} {key}")
 
 
 def _rounded(values: Sequence[float]) -> list[float]:

@@ -12,6 +12,7 @@ time budget of a plugin.  Several functions with weights give their weighted mea
     rewards.functions.units=units.py:score*0.9 + units.py:short*0.1
 """
 
+import difflib
 import hashlib
 import importlib.util
 import inspect
@@ -162,7 +163,10 @@ def _function(place: str, key: str) -> tuple[Callable[..., Any], float]:
     assert match is not None, place
     module = _module(Path(match["file"]), key)
     if not callable(found := getattr(module, match["function"], None)):
-        raise ConfigError(f"{key}: the file has no function {match['function']}")
+        known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        near = difflib.get_close_matches(match["function"], known, n=1)
+        meant = f". Did you mean {near[0]}?" if near else f"; expected one of: {', '.join(known) or 'none is there'}"
+        raise ConfigError(f"{key}: the file has no function {match['function']}{meant}")
     try:
         inspect.signature(found).bind(*range(_PARAMETERS))
         weight = float(match["weight"] or 1.0)

@@ -80,6 +80,11 @@ def test_keys_that_change_nothing(change: dict[str, Any]) -> None:
     [
         ({"num_attention_heads": True}, "num_attention_heads=True: expected a whole number of at least 1"),
         ({"hidden_size": 0}, "hidden_size=0: expected a whole number of at least 1"),
+        (
+            {"num_key_value_heads": 5},
+            "num_key_value_heads=5: expected a divisor of num_attention_heads=12. Fix: another",
+        ),
+        ({"num_key_value_heads": -2}, "num_key_value_heads=-2: expected a divisor of num_attention_heads=12"),
         ({"model_type": "gemma2"}, "model_type='gemma2' is not supported; expected one of qwen2, qwen3, llama"),
         ({"model_type": "llama", "attention_bias": True}, "attention_bias=True is not supported for llama"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; expected 'silu' or 'swish'. Fix"),

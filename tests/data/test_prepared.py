@@ -178,3 +178,14 @@ def test_a_run_goes_on_where_a_slurm_job_made_its_paths_absolute(tmp_path: Path)
     settings.check_same_run(old, new)
     with pytest.raises(ConfigError, match="data.folder=elsewhere"):
         settings.check_same_run(old, other)
+
+
+def test_the_page_of_the_cluster_has_each_file_of_the_papers_data_with_its_origin_and_command() -> None:
+    page = (ROOT / "docs" / "tutorial" / "cluster.md").read_text()
+    cfg = settings.load(GPU)
+    for path in (source.path.removeprefix("prepared/") for source in (*cfg.data.train, *cfg.data.validation)):
+        folder = Path(path).parent.name
+        command = PAPER[folder]
+        origin = SOURCES[command.split()[0]].repo or "generated"
+        row = rf"\| `{path}` \| {origin}.* \| `prorl data prepare {re.escape(command)} --out prepared/{folder}` \|"
+        assert re.search(row, page), path

@@ -155,9 +155,26 @@ def test_two_models_without_a_right_answer(tmp_path: Path) -> None:
     for name in ("base", "final"):
         write(tmp_path / name, "laptop_gcd", [[0.0, 0.0]] * 4)
     text = compare.table(compare.compare(compare.read([tmp_path / "base", tmp_path / "final"])))
-    assert "  final cannot be told from base: no difference.\n  No prompt was solved by either of them.\n" in text
+    assert "  final is not measurably different from base.\n  No prompt was solved by either of them.\n" in text
     assert "to reach" not in text
     assert "puzzles:" not in text  # the mean of one benchmark is that benchmark
+
+
+def test_pass_at_k_of_a_graded_reward_is_not_shown(tmp_path: Path) -> None:
+    """No response is right, so pass@k is 0 for each k; a response without any reward still shows its zeros."""
+    graded = write(tmp_path / "base", "laptop_gcd", [[0.25, 0.5]] * 4)
+    write(tmp_path / "final", "laptop_gcd", [[0.5, 0.75]] * 4)
+    head, row = table(graded).splitlines()
+    assert "pass@" not in head
+    assert row.split()[1:6] == ["4", "2", "37.5", "±", "0.0"]
+    text = compare.table(compare.compare(compare.read([tmp_path / "base", tmp_path / "final"])))
+    assert text.splitlines()[1].split() == ["reward"]
+    assert "  final - base  +25.0 [+25.0, +25.0]\n" in text
+    assert "pass@1" in table(write(tmp_path / "wrong", "laptop_gcd", [[0.0, 0.0]] * 4))
+    right = write(tmp_path / "right", "laptop_gcd", [[0.5, 1.0]] * 4)
+    assert "pass@1" in table(right)
+    right["benchmarks"]["graded"] = graded["benchmarks"]["laptop_gcd"]
+    assert table(right).splitlines()[2].split()[3] == "-"  # beside a benchmark that has right responses
 
 
 def test_the_share_without_the_answer_s_form(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import DataError
 from nemo_prorl.launcher import events as events_module
 from nemo_prorl.launcher import job, supervisor
-from nemo_prorl.launcher.events import Events
+from nemo_prorl.launcher.events import Events, on_screen
 from nemo_prorl.launcher.processes import Child, ProcessFailed
 from nemo_prorl.lifecycle.records import Journal, Tail
 from nemo_prorl.settings import load
@@ -216,7 +216,7 @@ def test_a_tail_reads_whole_lines_that_came_since(tmp_path: Path) -> None:
 # --- with the supervisor ---------------------------------------------------------------------------------------------
 
 
-def supervised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hook: str, trainer: str, service: str) -> int:
+def supervised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hook: str | None, trainer: str, service: str) -> int:
     """Runs a node whose one rank and one service are programs in Python."""
     cfg = load([f"run_dir={tmp_path}"])
     cfg.on_event = hook
@@ -226,8 +226,15 @@ def supervised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hook: str, train
     def child(node: supervisor.Node, name: str, code: str) -> Child:
         return node._child(name, [sys.executable, "-c", code], {}, 0, False)
 
+    real = supervisor.Node._ranks
+
+    def ranks(node: supervisor.Node, only: str | None) -> list[Child]:
+        [rank] = real(node, only)
+        rank.command = [sys.executable, "-c", trainer]
+        return [rank]
+
     monkeypatch.setattr(job, "prepare", lambda *_: ["math"])
-    monkeypatch.setattr(supervisor.Node, "_ranks", lambda node, _: [child(node, "trainer-0", trainer)])
+    monkeypatch.setattr(supervisor.Node, "_ranks", ranks)
     monkeypatch.setattr(supervisor.Node, "_rewards", lambda node: child(node, "rewards-0", service))
     monkeypatch.setattr(
         supervisor.Node, "_engine", lambda node, i, *_: child(node, f"engine-{i}", "import time; time.sleep(60)")
@@ -279,6 +286,64 @@ def test_a_failure_is_in_the_journal_with_its_error(tmp_path: Path, monkeypatch:
         f"torch.OutOfMemoryError: 3 GB ({what})",
         what,
     ]
+
+
+OF_NEMO = [
+    "[NeMo I 2026-11-27 01:48:30 utils:553] Number of buckets for gradient all-reduce / reduce-scatter: 1",
+    "    Params for bucket 1 (886912 elements, 886912 padded size):",
+    "    \tdecoder.layers.3.self_attention.linear_qkv.bias",
+    "[NeMo I 2026-11-27 01:48:30 utils:532] Setting up optimizer with config OptimizerConfig(optimizer='adam')",
+]
+OURS = "2026-11-25 14:00:00,000 ERROR nemo_prorl.rank: RewardFailure: sums raised ValueError"
+WHAT = "trainer-0 ended with status 1; its log is LOG"
+
+
+@pytest.mark.parametrize(
+    ("log", "shown", "lines"),
+    [
+        ([*OF_NEMO, OURS], True, [WHAT]),
+        ([OURS, *OF_NEMO], True, [WHAT]),
+        (
+            [*OF_NEMO, OURS, "    in sums.py:3", "2026-11-25 14:00:00,000 INFO httpx: ok"],
+            True,
+            ["    in sums.py:3", WHAT],
+        ),
+        ([*OF_NEMO, OURS], False, [f"RewardFailure: sums raised ValueError ({WHAT})"]),
+        ([*OF_NEMO, OURS.replace("nemo_prorl", "nemo")], True, [f"RewardFailure: sums raised ValueError ({WHAT})"]),
+        (
+            [*OF_NEMO, "Traceback (most recent call last):", '  File "x"', "KeyError: 3"],
+            True,
+            [f"KeyError: 3 ({WHAT})"],
+        ),
+        (
+            [*OF_NEMO, "terminate called", "  what(): CUDA error"],
+            True,
+            ["terminate called", "  what(): CUDA error", WHAT],
+        ),
+        (OF_NEMO[:3], True, [WHAT]),
+        ([], True, [WHAT]),
+    ],
+)
+def test_the_screen_has_the_error_once_and_no_lines_of_libraries(log: list[str], shown: bool, lines: list[str]) -> None:
+    assert on_screen(WHAT, log, shown) == lines
+
+
+def test_a_failed_run_ends_with_its_error_and_nothing_of_nemo(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "config.yaml").touch()
+    code = "print(" + repr("\n".join([*OF_NEMO, OURS])) + "); raise SystemExit(1)"
+    assert supervised(tmp_path, monkeypatch, None, code, SLEEP) == 1
+    screen = capsys.readouterr().err + caplog.text
+    assert screen.count("RewardFailure: sums raised ValueError") == 1
+    assert "OptimizerConfig" not in screen
+    assert "linear_qkv" not in screen
+    log = tmp_path / "logs" / "trainer-0.log"
+    assert f"trainer-0 ended with status 1; its log is {log}" in screen
+    assert "OptimizerConfig" in log.read_text()
 
 
 def test_a_service_that_dies_for_good_is_told(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

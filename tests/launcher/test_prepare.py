@@ -1,6 +1,8 @@
 """What is wrong with data, rewards or the machine is said before any engine or rank starts."""
 
 import json
+import os
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 from nemo_prorl import __version__, cli
 from nemo_prorl.errors import CheckpointError, ConfigError, DataError, ProrlError, UnfitMachine
 from nemo_prorl.launcher.doctor import storage
-from nemo_prorl.launcher.job import run
+from nemo_prorl.launcher.job import StillInUse, locked, run
 from nemo_prorl.launcher.prepare import prepare
 from nemo_prorl.lifecycle.retention import FORMAT
 from nemo_prorl.rollout.weights import WeightStore, weights_folder
@@ -240,11 +242,35 @@ def test_more_nodes_than_this_command_runs(tmp_path: Path) -> None:
         prepared(tmp_path, None, "trainer.num_nodes=2")
 
 
-def test_one_process_at_a_time_works_on_a_run_directory(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("job", "stop"),
+    [
+        (None, f", stop it (kill {os.getpid()} on {socket.gethostname()}; it saves its step)"),
+        ("77", ", stop it (scancel 77"),
+    ],
+)
+def test_one_process_at_a_time_works_on_a_run_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: str | None, stop: str
+) -> None:
+    """The message says how to end the other, and how to go on beside it."""
+    cfg = load([f"run_dir={tmp_path}"])
+    if job is None:
+        monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    else:
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+    with locked(tmp_path), pytest.raises(ConfigError) as caught:
+        run(cfg, "")
+    assert str(caught.value).startswith(f"run_dir={tmp_path} is in use by another process: process {os.getpid()} on ")
+    assert f". Fix: wait for its end{stop}" in str(caught.value)
+    assert str(caught.value).endswith(", or set run_dir to another folder")
+    with locked(tmp_path), pytest.raises(StillInUse, match=r"still after 0.1 s. Fix: wait"), locked(tmp_path, 0.1):
+        pass
+
+
+def test_a_lock_without_a_name_is_told_without_a_command(tmp_path: Path) -> None:
     import fcntl
 
     with (tmp_path / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        cfg = load([f"run_dir={tmp_path}"])
-        with pytest.raises(ConfigError, match="in use"):
-            run(cfg, "")
+        with pytest.raises(ConfigError, match=r"by another process. Fix: wait for its end, or set run_dir"):
+            run(load([f"run_dir={tmp_path}"]), "")

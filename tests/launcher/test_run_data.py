@@ -195,7 +195,10 @@ def test_a_launch_warns_of_data_that_the_container_does_not_see(
     words: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     image = ["--container-image=x.sqsh", f"--container-mounts={tmp_path / 'run'},{tmp_path / 'model'}"]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "mine.jsonl").rename(tmp_path / "data" / "mine.jsonl")
     words = [*words, "data.max_prompt_tokens=1024", f"data.folder={tmp_path / 'data'}"]
+    words.append(f"data.train=[{{name: mine, path: {tmp_path / 'data' / 'mine.jsonl'}}}]")
     assert cli.main([*COMMANDS["launch"], *image, *words]) == 0
     told = caplog.text
     assert f"data.folder={tmp_path / 'data'}: expected a path under a mount of the container" in told

@@ -19,6 +19,7 @@ import pytest
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.launcher.slurm_queries import Job
 from nemo_prorl.launcher.srun_step import Step
+from tests.data.preparing import touch_prepared
 
 pytestmark = pytest.mark.starts
 
@@ -105,6 +106,7 @@ PLAN = {
     "attempts": 3,
     "env": {},
     "on_event": None,
+    "reads_data_folder": True,
 }
 KNOWN = QUICK + f"s.Driver.load_plan = lambda self: self.plan.update({PLAN}); "  # else 1.5 s a time
 
@@ -519,6 +521,18 @@ def test_the_dry_run_of_the_script_needs_no_slurm_and_shows_the_container() -> N
     assert "--container-workdir=/opt/nemo_prorl" in words
     assert words[words.index("-m") - 1] == "python3"
     assert {"stage=run1", f"run_dir={ROOT / 'runs/prorl/run1'}"} <= set(words)
+
+
+@pytest.mark.parametrize(("data", "warned"), [("domains", False), ("prorl", True)])
+def test_the_dry_run_names_the_data_folder_only_if_the_run_reads_it(data: str, warned: bool, tmp_path: Path) -> None:
+    touch_prepared(tmp_path / "prepared")
+    words = ["run1", "cluster=slurm_dev", f"data={data}", f"data.folder={tmp_path / 'prepared'}"]
+    words += ["data.max_prompt_tokens=null"]
+    words += ["--container-image=/images/prorl.sqsh", f"--container-mounts={ROOT}", "--dry-run"]
+    command = ["bash", str(ROOT / "slurm" / "stage.sbatch"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ("expected a path under a mount" in done.stdout + done.stderr) is warned, done.stdout + done.stderr
+    assert "nemo_prorl.launcher.node" in done.stdout, done.stderr  # the plan was read
 
 
 def test_the_script_s_python_may_be_an_old_one() -> None:

@@ -10,9 +10,12 @@ import pytest
 from nemo_prorl import cli, settings
 from nemo_prorl.algorithms.reset_rules import Finding, replay
 from nemo_prorl.config import Config, ResetsConfig
+from nemo_prorl.lifecycle.journal_events import HeldOutScore
 from nemo_prorl.lifecycle.records import Journal
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.planning.replay import read_journal
+from nemo_prorl.report.forecast import segments
+from nemo_prorl.report.read import read_curves
 from tests.lifecycle.parts import NoCheckpoints, Parts
 
 SE = 0.01
@@ -29,7 +32,8 @@ def values(step: int) -> dict[str, float]:
 
 def validation(step: int) -> dict[str, Any] | None:
     scores = {k.removeprefix("validation/"): v for k, v in values(step).items() if k.startswith("validation/")}
-    return {"tasks": {n: {"mean": v, "se": SE, "prompts": 9} for n, v in scores.items()}} if scores else None
+    tasks = {name: {"mean": value, "se": SE, "prompts": 9} for name, value in scores.items()}
+    return {"tasks": tasks, "all": {"mean": 0.3, "se": SE, "prompts": 18}} if scores else None
 
 
 class Run:
@@ -144,6 +148,22 @@ def test_a_reset_behind_the_checkpoint_of_a_resume_does_not_count(tmp_path: Path
     journal.append("reset_commit", 9, reason="r", reference_sha256="0" * 64)
     journal.append("resume", 7, stage="none", version="0")
     assert read_journal(tmp_path) == ({}, {5})
+
+
+def test_replay_and_forecast_count_the_same_validations(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also the one before step 1, which has no line in metrics.jsonl; not one of a discarded step."""
+    score: HeldOutScore = {"mean": 0.3, "se": SE, "prompts": 9}
+    journal, rest = Journal(recorded), (recorded / "journal.jsonl").read_text()
+    (recorded / "journal.jsonl").unlink()
+    journal.append("validation", 0, all=score, tasks={"math": score})
+    with (recorded / "journal.jsonl").open("a") as file:
+        file.write(rest)
+    journal.append("validation", 405, all=score, tasks={"math": score})
+    journal.append("resume", 400, stage="none", version="0")
+    [segment] = segments(read_curves([recorded])[0])
+    assert cli.main(["replay", str(recorded)]) == 0
+    told = capsys.readouterr().out
+    assert (len(segment.steps), "steps 1 to 400, 41 validations" in told) == (41, True), told
 
 
 @pytest.mark.parametrize(

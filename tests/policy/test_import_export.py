@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from nemo_prorl import cli
 from nemo_prorl.errors import CheckpointError, ConfigError
 from nemo_prorl.policy.tools import export_hf, import_hf
 from tests.policy.models import LLAMA_TIED, MODELS, QWEN2, write_model
@@ -94,6 +95,19 @@ def test_a_tensor_of_another_size_than_config_json_says_is_named(tmp_path: Path)
         ConfigError, match=r"layers\.1\.self_attn\.o_proj\.weight: expected shape \(64, 64\).*got \(64, 48\)"
     ):
         import_hf(tmp_path / "model", tmp_path / "imported")
+
+
+def test_key_value_heads_that_do_not_divide_the_heads_are_refused_as_by_plan(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tmp_path / "model"
+    write_model(model, LLAMA_TIED | {"num_key_value_heads": 3})
+    assert cli.main(["import-hf", str(model), str(tmp_path / "imported")]) == 2
+    assert cli.main(["plan", f"pretrained_checkpoint.restore_from_path={model}"]) == 2
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2
+    assert all("num_key_value_heads=3: expected a divisor of num_attention_heads=4. Fix: " in line for line in told)
+    assert not (tmp_path / "imported").exists()
 
 
 def test_a_checkpoint_that_is_not_what_was_saved_is_not_exported(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import yaml
 
+from nemo_prorl import settings
 from nemo_prorl.cli import main
 from nemo_prorl.report.forecast import advice, backtests, forecast, forecast_text, segments, text_of
 from nemo_prorl.report.read import Curve, read_curves
@@ -153,6 +154,43 @@ class TestRuns:
         found = forecast(curve_of(run_folder(tmp_path / "run", {s: 0.1 + s / 1000 for s in range(0, 61, 10)})))
         assert found["refused"] == "7 validations since step 0; 8 are needed"
 
+    @pytest.mark.parametrize(
+        ("keys", "on", "said"),
+        [
+            ({"validate_every": 20, "max_steps": 120}, "cpu", "prorl train run_dir={run} trainer.grpo.max_steps=140"),
+            ({"validate_every": 50, "max_steps": 120}, "gpu", "continue with trainer.grpo.max_steps=150"),
+            ({"validate_every": 20, "max_steps": 400}, "cpu", "wait for step 140"),
+        ],
+    )
+    def test_few_validations_are_refused_with_the_command_that_adds_enough(
+        self, tmp_path: Path, keys: dict[str, int], on: str, said: str
+    ) -> None:
+        """The first run of the README has 7: before step 1, and every 20 steps up to step 120."""
+        run = run_folder(tmp_path / "a run", {s: 0.1 + s / 1000 for s in range(0, 121, 20)})
+        config = yaml.safe_load((run / "config.yaml").read_text())
+        config["trainer"] |= {"grpo": keys, "accelerator": on}
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+        refused = forecast(curve_of(run))["refused"]
+        assert refused == f"7 validations since step 0; 8 are needed. Fix: {said}".replace("{run}", f"'{run}'")
+
+    def test_a_run_without_validations_is_refused_with_the_reason(self, tmp_path: Path) -> None:
+        run = run_folder(tmp_path / "run", {9: 0.1})
+        config = yaml.safe_load((run / "config.yaml").read_text()) | {"data": {"validation": []}}
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+        assert "data.validation=[]" in forecast(curve_of(run))["refused"]
+
+    def test_the_readme_s_run_reaches_a_forecast_by_the_command_of_its_refusal(self, tmp_path: Path) -> None:
+        """With the laptop's own keys, which the refusal reads."""
+        cfg = settings.load([f"run_dir={tmp_path / 'run'}"])
+        grpo = cfg.trainer.grpo
+        due = [s for s in range(grpo.max_steps + 1) if s % grpo.validate_every == 0]
+        run = run_folder(tmp_path / "run", {s: 0.1 + s / 1000 for s in due}, devices=1)
+        (run / "config.yaml").write_text(settings.resolved_yaml(cfg))
+        command = forecast(curve_of(run))["refused"].partition(". Fix: prorl train ")[2].split()
+        longer = settings.load_run(command).trainer.grpo.max_steps
+        due = [s for s in range(longer + 1) if s % grpo.validate_every == 0]
+        assert forecast(curve_of(run_folder(tmp_path / "longer", {s: 0.1 + s / 1000 for s in due}))).get("now")
+
     def test_scores_that_do_not_bend_have_a_gain_but_no_asymptote(self, tmp_path: Path) -> None:
         curve = curve_of(run_folder(tmp_path / "run", {s: 0.1 + s / 1000 for s in range(0, 301, 10)}))
         found = forecast(curve)
@@ -226,7 +264,7 @@ def test_a_reset_after_a_short_segment_counts_as_one(tmp_path: Path) -> None:
 def test_after_a_reset_no_forecast_comes_from_the_segment_before(tmp_path: Path) -> None:
     scores = {s: rise(s, 0.1, 0.5, 20) for s in range(0, 401, 10)}
     found = forecast(curve_of(run_folder(tmp_path / "run", scores | {405: 0.4}, resets=(401,))))
-    assert found["refused"] == "1 validations since step 401; 8 are needed"
+    assert found["refused"] == "1 validation since step 401; 8 are needed"
 
 
 @pytest.mark.parametrize("devices", ["auto", [1, 2], None, 1e300, -3])

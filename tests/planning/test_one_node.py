@@ -26,6 +26,7 @@ def test_every_stage_fits_one_node(cluster: str, gpus: int, prompts: int, capsys
     assert len(told["stages"]) == 8
     for stage in told["stages"]:
         assert stage["memory_needed"] < 0.96 * told["memory"]["device_bytes"]
+        assert stage["device_hours"] > 0
     assert told["stages"][0]["responses"] == 400 * prompts * 16
     cfg = settings.load([f"cluster={cluster}", "stage=run1", BASE])
     assert (cfg.trainer.num_nodes, cfg.trainer.devices, cfg.rollout.engines) == (1, gpus, gpus)
@@ -36,6 +37,28 @@ def test_without_recomputation_the_last_stage_would_not_fit_one_gpu(caplog: pyte
     given = ["plan", "cluster=gpu_1", "stage=run1", BASE, "model.activations_checkpoint_granularity=null"]
     assert cli.main(given) == 2
     assert "stage run8 of the same chain" in caplog.text
+
+
+def test_the_page_shows_what_the_plan_prints(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (root / "docs" / "howto" / "one_node.md").read_text()
+    shown = re.search(r"```text\n(.*?)```", page, re.DOTALL)
+    assert shown is not None
+    assert cli.main(["plan", "cluster=h100_1x8", "stage=run1", BASE]) == 0
+    printed = capsys.readouterr().out
+    assert len(shown[1].splitlines()) >= 4
+    assert [line for line in shown[1].splitlines() if line.removesuffix(" ...") not in printed] == []
+    rows = re.findall(r"^\| `(\w+)` .*\| ([\d,]+) \|$", page, re.MULTILINE)
+    hours, memory = {}, list[str]()
+    for cluster, _ in rows:
+        assert cli.main(["plan", f"cluster={cluster}", "stage=run1", BASE, "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        hours[cluster] = f"{told['totals']['device_hours']:,.0f}"
+        memory.append(f"{told['stages'][0]['memory_needed'] / 1e9:.1f} GB")
+    assert hours == dict(rows)
+    assert f"| {' | '.join(memory)} |" in page
+    assert hours.keys() == {"h100_4x8", "h100_1x8", "gpu_1"}
+    assert cli.main(["plan", "cluster=h100_4x8", "stage=run1", BASE, "--mean-tokens", "8191", "--json"]) == 0
+    assert f"{json.loads(capsys.readouterr().out)['totals']['device_hours']:,.0f} GPU hours" in page
 
 
 # overrides, and the override with which the first refusal ends

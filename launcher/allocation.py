@@ -23,6 +23,7 @@ def allocation(cfg: DictConfig) -> dict[str, Any]:
         "num_nodes": cfg.trainer.num_nodes,
         "devices": node_devices(cfg),
         "devices_words": devices_words(cfg),
+        "engines": cfg.rollout.engines,
         "accelerator": cfg.trainer.accelerator,
         "attempts": cfg.launch.attempts,
         "env": dict(cfg.launch.env),

@@ -87,9 +87,9 @@ def one_node(cfg: DictConfig) -> Path:
     """Return the run directory.  Raises ConfigError for a run on several nodes."""
     if cfg.trainer.num_nodes != 1:
         raise ConfigError(
-            f"trainer.num_nodes={cfg.trainer.num_nodes}: expected 1, because this command runs one node. Fix: set"
-            " trainer.num_nodes=1 and fit trainer.devices and rollout.engines to this machine, or start all nodes with"
-            " Slurm: sbatch slurm/stage.sbatch STAGE"
+            f"trainer.num_nodes={cfg.trainer.num_nodes}: expected 1, because this command runs one node. Fix:"
+            f" trainer.num_nodes=1 rollout.engines={cfg.rollout.engines // cfg.trainer.num_nodes}, or start all nodes"
+            " with Slurm: sbatch slurm/stage.sbatch STAGE"
         )
     return Path(cfg.run_dir).absolute()
 

@@ -255,9 +255,10 @@ def allocation_faults(plan: Mapping[str, Any], nodes: int, gpus: int) -> Iterato
     """
     wanted, devices = plan["num_nodes"], plan["devices"]
     if nodes != wanted:
+        engines = plan["engines"] // wanted * nodes
         yield (
             f"expected a job of {wanted} nodes (trainer.num_nodes={wanted}); got {nodes}",
-            f"sbatch --nodes={wanted} ..., or trainer.num_nodes={nodes} and rollout.engines to match",
+            f"sbatch --nodes={wanted} ..., or trainer.num_nodes={nodes} rollout.engines={engines}",
         )
     if plan["accelerator"] == "gpu" and gpus < devices:
         yield (

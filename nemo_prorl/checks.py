@@ -144,11 +144,18 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _divides(divisor_key: str, divisor: int, key: str, value: int) -> None:
+def _divides(divisor_key: str, divisor: int, key: str, value: int, fix: str | None = None) -> None:
+    """Raise ConfigError unless `divisor` divides `value`.
+
+    Args:
+        fix: an override that mends it; None: `divisor_key` with the largest divisor below `divisor`.
+    """
     if value % divisor:
+        possible = [d for d in range(1, value + 1) if value % d == 0]
+        fix = fix or f"{divisor_key}={max(d for d in possible if d < divisor)}"
         raise ConfigError(
             f"{divisor_key}={divisor} does not divide {key}={value} ({value} / {divisor} = {value / divisor:g});"
-            f" possible: {', '.join(str(d) for d in range(1, min(value, 64) + 1) if value % d == 0)}"
+            f" possible: {', '.join(str(d) for d in possible if d <= 64)}. Fix: {fix}"
         )
 
 
@@ -189,8 +196,20 @@ def _layout(cfg: DictConfig) -> None:
     if nodes * devices % (tp * pp):
         raise ConfigError(
             f"{tp_key}={tp} x {pp_key}={pp} = {tp * pp} does not divide the {nodes * devices} ranks of"
-            f" trainer.num_nodes={nodes} x trainer.devices={devices}. Fix: trainer.devices as a multiple of {tp * pp}"
+            f" trainer.num_nodes={nodes} x trainer.devices={devices}. Fix: {_layout_fix(model, nodes, devices)}"
         )
+
+
+def _layout_fix(model: DictConfig, nodes: int, devices: int) -> str:
+    """Return overrides for a number of ranks that the model's ranks do not divide.
+
+    They lower trainer.devices, which leaves GPUs of a node unused; with too few GPUs they give up the parallel sizes.
+    """
+    ranks = model.tensor_model_parallel_size * model.pipeline_model_parallel_size
+    if fitting := [count for count in range(1, devices) if nodes * count % ranks == 0]:
+        return f"trainer.devices={fitting[-1]}"
+    fix = "model.tensor_model_parallel_size=1 model.pipeline_model_parallel_size=1"
+    return f"{fix} model.sequence_parallel=false" if OmegaConf.select(model, "sequence_parallel") else fix
 
 
 def _kernels(cfg: DictConfig) -> None:
@@ -231,10 +250,11 @@ def _batch(cfg: DictConfig) -> None:
     data_ranks = ranks // (cfg.model.tensor_model_parallel_size * cfg.model.pipeline_model_parallel_size)
     rows = prompts // updates * samples
     if rows < data_ranks:
+        least = updates * -(-data_ranks // samples)
         raise ConfigError(
             f"trainer.grpo.prompts_per_step={prompts} / trainer.grpo.updates_per_step={updates} x"
             f" trainer.grpo.samples_per_prompt={samples} = {rows} responses per update; expected at least one for each"
-            f" of the {data_ranks} data-parallel ranks"
+            f" of the {data_ranks} data-parallel ranks. Fix: trainer.grpo.prompts_per_step={least}"
         )
     if samples < 2:
         raise _wrong(
@@ -274,22 +294,21 @@ def _context(cfg: DictConfig) -> None:
 
 def _engines(cfg: DictConfig) -> None:
     rollout, nodes, devices = cfg.rollout, cfg.trainer.num_nodes, cfg.trainer.devices
-    _divides("trainer.num_nodes", nodes, "rollout.engines", rollout.engines)
-    _divides(
-        "rollout.tensor_parallel_size",
-        rollout.tensor_parallel_size,
-        "model.num_attention_heads",
-        cfg.model.num_attention_heads,
-    )
-    tp = rollout.tensor_parallel_size
-    needed = rollout.engines * tp
+    engines, tp, heads = rollout.engines, rollout.tensor_parallel_size, cfg.model.num_attention_heads
+    each_node = max(nodes, engines // nodes * nodes)
+    _divides("trainer.num_nodes", nodes, "rollout.engines", engines, f"rollout.engines={each_node}")
+    _divides("rollout.tensor_parallel_size", tp, "model.num_attention_heads", heads)
+    needed = engines * tp
     if rollout.own_devices and rollout.sleep is not None:
         why = "expected null if rollout.own_devices=true, because nothing else uses the engines' memory"
         raise _wrong("rollout.sleep", rollout.sleep, why)
     if cfg.trainer.accelerator == "gpu" and not rollout.own_devices and needed > nodes * devices:
+        fix = f"rollout.engines={devices // tp * nodes}"
+        if tp > devices:
+            fix = f"rollout.tensor_parallel_size={max(d for d in range(1, devices + 1) if heads % d == 0)}"
         raise ConfigError(
-            f"rollout.engines={rollout.engines} x rollout.tensor_parallel_size={tp} = {needed} GPUs: expected at most"
-            f" trainer.num_nodes={nodes} x trainer.devices={devices} = {nodes * devices}"
+            f"rollout.engines={engines} x rollout.tensor_parallel_size={tp} = {needed} GPUs: expected at most"
+            f" trainer.num_nodes={nodes} x trainer.devices={devices} = {nodes * devices}. Fix: {fix}"
         )
 
 

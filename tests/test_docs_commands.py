@@ -439,7 +439,7 @@ def test_others(words: Words, place: Path) -> None:
 
 def on_gpus(words: Words) -> bool:
     """Nodes with GPUs, or a Slurm job of several: such a command is parsed and its configuration checked, no more."""
-    return "cluster=h100_4x8" in words
+    return bool({"cluster=h100_4x8", "cluster=h100_1x8", "cluster=gpu_1"} & set(words))
 
 
 @commands_of(*WHOLE, "plugins.md", "prorl plan", "prorl launch", "prorl data")

@@ -12,9 +12,11 @@ from omegaconf import DictConfig
 from nemo_prorl.algorithms.schedule import warmup_steps
 from nemo_prorl.data.prepared import missing_files, task_of
 from nemo_prorl.lifecycle.tolerances import engine_gap_alarm, kl_after_reset
+from nemo_prorl.planning import time_limit
 from nemo_prorl.planning.columns import columns
-from nemo_prorl.planning.plan import NAMES, PAPER_GPU_HOURS, RESET_BY, Chain, PlannedStage
+from nemo_prorl.planning.plan import NAMES, PAPER_GPU_HOURS, RESET_BY, Chain, PlannedStage, careful_seconds
 from nemo_prorl.planning.prompts import prompt_form
+from nemo_prorl.sizing import roofline
 from nemo_prorl.sizing.cores import Cores, engine_threads
 from nemo_prorl.sizing.memory import (
     GB,
@@ -40,7 +42,7 @@ def plan(cfg: DictConfig, chain: Chain, lengths: str = "not checked") -> str:
     parts = (
         columns(run_rows(cfg, lengths).items()),
         _stage_table(chain),
-        columns(_sources(chain).items()),
+        columns(_sources(cfg, chain).items()),
         columns(_memory(cfg, chain).items()),
     )
     return "\n".join(parts)
@@ -183,18 +185,27 @@ def _files(cfg: DictConfig) -> str:
 
 def _stage_table(chain: Chain) -> str:
     """Return a table with one line per stage, `>` before the chosen stage, and totals if there are several stages."""
-    hours = f"{chain.accelerator.upper()} hours"
-    head = ("", "stage", "reset", "steps", "responses", "tokens <=", "generated ~", hours, "memory", "changes")
-    rows: list[tuple[str, ...]] = [head]
+    limits = any(stage.sbatch_time for stage in chain.stages)
+    head = ["", "stage", "reset", "steps", "responses", "tokens <=", "generated ~", _hours(chain)]
+    head += [*(["--time"] if limits else []), "memory", "changes"]
+    rows = [head]
     for stage in chain.stages:
         mark = ">" if stage.chosen else ""
         numbers = (stage.steps, stage.responses, stage.tokens_at_most, stage.tokens_estimated, stage.device_hours)
-        memory = _bytes(stage.memory_needed)
+        limit = f"{stage.starts} x {stage.sbatch_time}" if (stage.starts or 1) > 1 else stage.sbatch_time
         reset = ", ".join(filter(None, ("yes", RESET_BY.get(stage.name)))) if stage.hard_reset else "no"
-        rows.append((mark, stage.name, reset, *map(_count, numbers), memory, _changes(stage)))
+        row = [mark, stage.name, reset, *map(_count, numbers), *([limit or "-"] if limits else [])]
+        rows.append([*row, _bytes(stage.memory_needed), _changes(stage)])
     if len(chain.stages) > 1:
-        rows.append(("", "in all", "", *map(_count, chain.totals.values()), "", ""))
-    return columns(rows, right=range(3, 9))
+        row = ["", "in all", "", *map(_count, chain.totals.values())]
+        rows.append(row + [""] * (len(head) - len(row)))
+    return columns(rows, right=range(3, len(head) - 1))
+
+
+def _hours(chain: Chain) -> str:
+    """Return the heading of the hours; `~` marks an estimate."""
+    estimated = any(stage.step is not None for stage in chain.stages)
+    return f"{chain.accelerator.upper()} hours{' ~' if estimated else ''}"
 
 
 def _changes(stage: PlannedStage) -> str:
@@ -211,10 +222,10 @@ def _plain(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _sources(chain: Chain) -> dict[str, str]:
+def _sources(cfg: DictConfig, chain: Chain) -> dict[str, str]:
     """Return {column of the stage table: how its numbers are computed}, as text."""
-    rates = chain.rates
-    length = f"{rates.mean_tokens:,.1f} tokens, " if rates.mean_tokens is not None else ""
+    rates, mean = chain.rates, chain.rates.mean_of(cfg)
+    length = f"{mean:,.1f} tokens, " if mean is not None else ""
     dropped = f"; {rates.generated_per_trained:.2f} generated per response used for training" if length else ""
     if length and rates.generated_per_trained == 1.0:
         dropped = "; without the groups that dynamic sampling drops"
@@ -222,17 +233,55 @@ def _sources(chain: Chain) -> dict[str, str]:
         "tokens <=": "upper bound: prompts and responses used for training, if each filled the context",
         "generated ~": f"responses x mean length, limited by the context{dropped}",
         "mean response": length + rates.length_source,
-        f"{chain.accelerator.upper()} hours": rates.speed_source,
+        _hours(chain): rates.speed_source,
     }
     if rates.device_seconds_per_token is not None:
         of = "generated ~" if length else "tokens <= (no mean length is known)"
-        rows[f"{chain.accelerator.upper()} hours"] = f"{of}; {rates.speed_source}"
+        rows[_hours(chain)] = f"{of}; {rates.speed_source}"
+    rows |= _time_rows(cfg, chain)
     rows["the paper's"] = (
         f"about {PAPER_GPU_HOURS:,} GPU hours in total on 4 x 8 H100 80 GB (arXiv 2507.12507), for comparison only"
     )
     if chain.note:
         rows["stages"] = chain.note
     return rows
+
+
+def _time_rows(cfg: DictConfig, chain: Chain) -> dict[str, str]:
+    """Return what an estimate assumes, the seconds of a step, and the time limit of the chosen stage's Slurm job."""
+    stage = next(stage for stage in chain.stages if stage.chosen)
+    rows, step = {}, stage.step
+    if step is not None:
+        rows["  assumed"] = (
+            f"H100 SXM: {roofline.BANDWIDTH / 1e12:g} TB/s at {roofline.BANDWIDTH_SHARE:.0%} to read weights and KV"
+            f" cache, and {1e3 * roofline.TOKEN_S:g} ms + {1e3 * roofline.SEQUENCE_S:g} ms per sequence, for each"
+            f" token; {roofline.FLOPS / 1e12:g} TFLOP/s at {roofline.FLOPS_SHARE:.0%} to train; prompts of"
+            f" {roofline.PROMPT_TOKENS} tokens; no validation, checkpoints or restarts"
+        )
+        rows["  a step"] = (
+            f"{step.seconds:,.0f} s: {step.rollout_s:,.0f} rollout ({step.responses:,.0f} responses per engine, at most"
+            f" {step.running:,.0f} at once){' beside' if step.apart else ','} {step.training_s:,.0f} training,"
+            f" {roofline.OTHER_S:g} the rest; {_per_device_second(stage):,.0f} generated tokens/s per GPU over a whole"
+            " step"
+        )
+    if stage.sbatch_time is not None and stage.device_hours is not None:
+        seconds = careful_seconds(cfg, stage.device_hours, chain.rates)
+        startup_s = cfg.trainer.deadlines.startup_s
+        others = [(limit, time_limit.starts(seconds, startup_s, limit)) for limit in time_limit.SHORTER_S]
+        shorter = ", ".join(f"{time_limit.slurm_format(limit)} {count} starts" for limit, count in others if count)
+        margin = time_limit.MARGIN_ESTIMATED if chain.rates.estimated else time_limit.MARGIN_MEASURED
+        rows["--time"] = (
+            f"sbatch --time={stage.sbatch_time}, {stage.starts or 'no'} start{'s' if stage.starts != 1 else ''}:"
+            f" {stage.device_hours / chain.devices:,.1f} h x {margin:g} as margin, and per start"
+            f" {(startup_s + time_limit.STOP_S) / 60:g} min to begin and to stop. At its limit the job requeues itself"
+            f" and continues, so a partition's limit will do: {shorter}"
+        )
+    return rows
+
+
+def _per_device_second(stage: PlannedStage) -> float:
+    """Return the generated tokens per second and device of a stage."""
+    return (stage.tokens_estimated or 0.0) / 3600 / (stage.device_hours or 1.0)
 
 
 def _memory(cfg: DictConfig, chain: Chain) -> dict[str, str]:

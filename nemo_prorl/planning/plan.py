@@ -3,9 +3,9 @@
     rates = read_rates(cfg, mean_tokens=4000, tokens_per_s=None, measured=Path("runs/other"))
     chain = plan_chain(cfg, ["cluster=h100_4x8", "stage=run3"], rates)
 
-The upper bound for tokens assumes that each response fills the context.  Tokens are estimated only from a
-response length that the user gives or that another run measured.  Hours are computed only from a throughput that the
-user gives or that a run of the same model on the same kind of machine measured.
+The upper bound for tokens assumes that each response fills the context.  Lengths and throughput are those that the user
+gives or that a run of the same model on the same kind of machine measured.  Without them, a plan for GPUs assumes
+lengths, and estimates hours from the peaks of an H100 (`sizing.roofline`); its `Rates` say so.
 """
 
 import math
@@ -17,11 +17,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl import settings
 from nemo_prorl.errors import ConfigError, DataError
+from nemo_prorl.planning import time_limit
 from nemo_prorl.planning.replay import read_lines
 from nemo_prorl.sizing.devices import node_devices
 from nemo_prorl.sizing.memory import Memory, device_bytes, vocabulary
 from nemo_prorl.sizing.memory_check import check_memory
 from nemo_prorl.sizing.phases import phase_bytes
+from nemo_prorl.sizing.roofline import DRAWN, MEAN_SHARE, StepTime, longest_response, step_time
 
 PAPER_GPU_HOURS = 16_000  # GPU hours of the whole chain, on 4 x 8 H100 with 80 GB (arXiv 2507.12507)
 GROUP = "stage"
@@ -58,10 +60,36 @@ class Rates:
     """Response length and throughput, and the source of each number in words; an unknown number is None."""
 
     mean_tokens: float | None = None  # mean length of a response, prompt excluded
+    mean_share: float | None = None  # without `mean_tokens`: assumed mean, as a share of the longest possible response
     length_source: str = "not given: --mean-tokens N or --measured RUN would estimate it"
     generated_per_trained: float = 1.0  # responses generated per response used; dynamic sampling drops the others
     device_seconds_per_token: float | None = None  # wall time of whole steps x devices / all generated tokens
     speed_source: str = "not given: --tokens-per-s X or --measured RUN would estimate the hours"
+
+    @property
+    def estimated(self) -> bool:
+        """Return whether the hours are an estimate from an H100's peaks, if there are any."""
+        return self.device_seconds_per_token is None
+
+    def mean_of(self, cfg: DictConfig) -> float | None:
+        """Return the mean length of a response of a stage, at most the longest that is possible; None if unknown."""
+        longest = longest_response(cfg)
+        if self.mean_tokens is not None:
+            return min(self.mean_tokens, longest)
+        return None if self.mean_share is None else self.mean_share * longest
+
+    @classmethod
+    def assumed(cls, cfg: DictConfig) -> "Rates":
+        """Return what a plan for GPUs assumes where nothing is given or measured; for a CPU nothing."""
+        if cfg.trainer.accelerator != "gpu":
+            return cls()
+        return cls(
+            mean_share=MEAN_SHARE,
+            length_source=f"assumed, not measured: {MEAN_SHARE:g} of the longest response, as benchmarks/simulate.py"
+            " assumes for a context of 8,192; --mean-tokens N or --measured RUN replace it",
+            generated_per_trained=DRAWN if cfg.trainer.grpo.dynamic_sampling.enabled else 1.0,
+            speed_source="estimated, not measured; --tokens-per-s X or --measured RUN replace it",
+        )
 
 
 @dataclass(frozen=True)
@@ -77,6 +105,9 @@ class PlannedStage:
     tokens_at_most: int = 0  # prompts and responses used for training, if each filled the context
     tokens_estimated: float | None = None  # generated tokens; includes dropped responses if a run measured their share
     device_hours: float | None = None  # hours of the stage x devices; None if the throughput is unknown
+    step: StepTime | None = None  # if the hours are estimated
+    sbatch_time: str | None = None  # --time of the stage's job; None on a CPU
+    starts: int | None = None  # starts that a job with this limit needs
     memory_needed: int = 0  # bytes per GPU
 
 
@@ -133,7 +164,8 @@ class Chain:
 def read_rates(cfg: DictConfig, mean_tokens: float | None, tokens_per_s: float | None, measured: Path | None) -> Rates:
     """Return response length and throughput, as given by the user or measured by the run in the folder `measured`.
 
-    A given number has precedence over a measured number.  A number that is neither given nor measured is None.
+    A given number has precedence over a measured number.  A number that is neither given nor measured is assumed on
+    GPUs, and None on a CPU.
 
     Args:
         mean_tokens: mean length of a response in tokens, without its prompt.
@@ -144,7 +176,8 @@ def read_rates(cfg: DictConfig, mean_tokens: float | None, tokens_per_s: float |
             given and the measured run has another kind of model or machine.
         DataError: metrics.jsonl of `measured` is damaged or empty.
     """
-    rates, devices = Rates() if measured is None else _measured(cfg, measured, tokens_per_s is None), _devices(cfg)
+    rates = Rates.assumed(cfg) if measured is None else _measured(cfg, measured, tokens_per_s is None)
+    devices = _devices(cfg)
     changed: dict[str, Any] = {}
     for option, value in (("--mean-tokens", mean_tokens), ("--tokens-per-s", tokens_per_s)):
         if value is not None and not (math.isfinite(value) and value > 0):
@@ -249,14 +282,20 @@ def _stages(cfg: DictConfig, overrides: list[str], rates: Rates) -> list[Planned
 def _stage(
     cfg: DictConfig, before: DictConfig | None, name: str, chosen: bool, rates: Rates, memory: Memory
 ) -> PlannedStage:
-    grpo = cfg.trainer.grpo
+    grpo, mean = cfg.trainer.grpo, rates.mean_of(cfg)
     responses = grpo.max_steps * grpo.prompts_per_step * grpo.samples_per_prompt
-    longest = min(grpo.context_tokens - 1, grpo.max_response_tokens or grpo.context_tokens)
-    bound, estimated, hours = responses * grpo.context_tokens, None, None
-    if rates.mean_tokens is not None:
-        estimated = responses * min(rates.mean_tokens, longest) * rates.generated_per_trained
+    bound, hours, step = responses * grpo.context_tokens, None, None
+    estimated = None if mean is None else responses * mean * rates.generated_per_trained
     if rates.device_seconds_per_token is not None:
         hours = (bound if estimated is None else estimated) * rates.device_seconds_per_token / 3600
+    elif mean is not None and cfg.trainer.accelerator == "gpu":
+        step = step_time(cfg, memory, device_bytes(cfg), mean, rates.generated_per_trained)
+        hours = step.seconds * grpo.max_steps * _devices(cfg) / 3600
+    limit, starts = None, None
+    if hours is not None and cfg.trainer.accelerator == "gpu":
+        seconds, startup_s = careful_seconds(cfg, hours, rates), cfg.trainer.deadlines.startup_s
+        limit = time_limit.time_limit(seconds, startup_s)
+        starts = time_limit.starts(seconds, startup_s, limit)
     return PlannedStage(
         name=name,
         chosen=chosen,
@@ -267,8 +306,17 @@ def _stage(
         tokens_at_most=bound,
         tokens_estimated=estimated,
         device_hours=hours,
+        step=step,
+        sbatch_time=None if limit is None else time_limit.slurm_format(limit),
+        starts=starts,
         memory_needed=memory.needed,
     )
+
+
+def careful_seconds(cfg: DictConfig, device_hours: float, rates: Rates) -> float:
+    """Return the seconds of a stage with the margin for its time limit."""
+    margin = time_limit.MARGIN_ESTIMATED if rates.estimated else time_limit.MARGIN_MEASURED
+    return margin * 3600 * device_hours / _devices(cfg)
 
 
 def _changes(before: DictConfig | None, now: DictConfig) -> dict[str, Any]:

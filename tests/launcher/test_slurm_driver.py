@@ -102,6 +102,7 @@ QUICK = (
 PLAN = {
     "num_nodes": 2,
     "devices": 1,
+    "engines": 4,
     "accelerator": "cpu",
     "attempts": 3,
     "env": {},
@@ -402,7 +403,8 @@ def test_attempts_are_counted_over_requeues_and_not_over_jobs(
             "SLURM_JOB_NODELIST",
             "a,b,c",
             "seed=1",
-            "expected a job of 2 nodes (trainer.num_nodes=2); got 3. Fix: sbatch --nodes=2",
+            "expected a job of 2 nodes (trainer.num_nodes=2); got 3. Fix: sbatch --nodes=2 ..., or trainer.num_nodes=3"
+            " rollout.engines=6",
         ),
         ("SLURM_JOB_ID", "", "seed=1", "not part of a Slurm job"),
     ],
@@ -533,6 +535,13 @@ def test_the_dry_run_names_the_data_folder_only_if_the_run_reads_it(data: str, w
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ("expected a path under a mount" in done.stdout + done.stderr) is warned, done.stdout + done.stderr
     assert "nemo_prorl.launcher.node" in done.stdout, done.stderr  # the plan was read
+
+
+@pytest.mark.parametrize("cluster", ["h100_1x8", "gpu_1"])
+def test_a_stage_on_one_node_starts_one_supervisor(cluster: str) -> None:
+    words = dry_run("none", f"cluster={cluster}", "data=laptop", "pretrained_checkpoint.restore_from_path=null")
+    assert {"--nodes=1", "--ntasks=1", f"cluster={cluster}"} <= set(words)
+    assert words[words.index("nemo_prorl.launcher.node") + 1] == "--nodes=1"
 
 
 def test_the_script_s_python_may_be_an_old_one() -> None:

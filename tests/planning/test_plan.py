@@ -69,8 +69,9 @@ def test_the_chain_is_the_papers() -> None:
     assert chain.totals["steps"] == 2200
     bound = sum(s.responses * (16384 if s.name == "run8" else 8192) for s in chain.stages)
     assert chain.totals["tokens_at_most"] == bound
-    assert chain.totals["tokens_estimated"] is None
-    assert chain.totals["device_hours"] is None  # nobody gave a throughput, so there is none
+    assert chain.totals["tokens_estimated"] == pytest.approx(
+        0.41 * 1.8 * sum(s.responses * longest(s) for s in chain.stages)
+    )
     rows = overview.plan(settings.load([*H100, "stage=run3"]), chain).splitlines()
     resets = [re.search(r"  (yes, \w+|no)  ", row) for row in rows if re.match(r"\W*run\d ", row)]
     of_paper = ["no", "yes, paper", *["yes, ours"] * 3, *["yes, paper"] * 2, "yes, ours"]
@@ -78,6 +79,51 @@ def test_the_chain_is_the_papers() -> None:
 
 
 N = [16, 16, 16, 16, 16, 32, 32, 16]
+
+
+def longest(stage: p.PlannedStage) -> int:
+    return 16383 if stage.name == "run8" else 8191
+
+
+def test_hours_are_estimated_on_gpus_until_they_are_given(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each GPU has the same work on one node of eight as on four; the paper's hours are seven times the estimate."""
+    chain = chain_of([*H100, "stage=run1"])
+    first = chain.stages[0]
+    assert first.step is not None
+    assert first.device_hours == pytest.approx(first.step.seconds * 400 * 32 / 3600)
+    assert chain.totals["device_hours"] == pytest.approx(2302, abs=1)
+    small = chain_of(["cluster=h100_1x8", *H100[1:]]).stages[0]
+    assert small.step == first.step
+    assert small.device_hours == pytest.approx((first.device_hours or 0) / 4)
+    assert cli.main(["plan", *H100]) == 0
+    printed = capsys.readouterr().out
+    for words in ("GPU hours ~", "estimated, not measured", "3.35 TB/s at 80%", "989 TFLOP/s at 40%"):
+        assert words in printed
+    assert "assumed, not measured: 0.41 of the longest response" in printed
+    per_gpu = (first.tokens_estimated or 0) / (first.device_hours or 0) / 3600
+    assert f"; {per_gpu:,.0f} generated tokens/s per GPU" in printed
+    assert cli.main(["plan", *H100, "--tokens-per-s", "50000"]) == 0
+    printed = capsys.readouterr().out
+    assert "GPU hours ~" not in printed
+    assert "TB/s" not in printed
+    fixed = chain_of([*H100, "trainer.grpo.dynamic_sampling.enabled=false"])
+    assert fixed.rates.generated_per_trained == 1.0
+
+
+def test_a_time_limit_is_suggested_for_jobs_on_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    """Twice the estimate, or 1.25 times what was given or measured; 30 minutes per start; at most 24 hours."""
+    assert cli.main(["plan", *H100, "stage=run1"]) == 0
+    printed = capsys.readouterr().out
+    assert "sbatch --time=21:00:00, 1 start: 10.2 h x 2 as margin, and per start 30 min" in printed
+    assert "12:00:00 2 starts, 04:00:00 6 starts" in printed
+    assert "  2 x 24:00:00  " in next(line for line in printed.splitlines() if line.startswith("   run6 "))
+    given = chain_of(H100, mean_tokens=4000.0, tokens_per_s=250_000.0).stages[0]
+    hours = 400 * 4096 * 4000 * 1.8 / 250_000 / 3600
+    assert (given.sbatch_time, given.starts) == ("17:00:00", 1)
+    assert 16.5 < 1.25 * hours + 0.5 < 17.0
+    assert chain_of([], tokens_per_s=100.0).stages[0].sbatch_time is None
+    assert cli.main(["plan", "--tokens-per-s", "100"]) == 0
+    assert "--time" not in capsys.readouterr().out
 
 
 def test_overrides_reach_every_stage_and_an_unnamed_change_is_shown() -> None:
@@ -92,18 +138,18 @@ def test_overrides_reach_every_stage_and_an_unnamed_change_is_shown() -> None:
 def test_given_lengths_and_throughput_make_tokens_and_hours() -> None:
     chain = chain_of([*H100, "stage=run1"], mean_tokens=4000.0, tokens_per_s=50_000.0)
     first = chain.stages[0]
-    assert first.tokens_estimated == 400 * 4096 * 4000
-    assert first.device_hours == pytest.approx(400 * 4096 * 4000 / 50_000 / 3600 * 32)
+    assert first.tokens_estimated == 400 * 4096 * 4000 * 1.8
+    assert first.device_hours == pytest.approx(400 * 4096 * 4000 * 1.8 / 50_000 / 3600 * 32)
     text = overview.plan(settings.load([*H100, "stage=run1"]), chain)
     assert "given: --mean-tokens" in text
     assert "given: --tokens-per-s, 50000 generated tokens/s by 32 devices together" in text
-    # Without a length the hours are those of responses that fill the context.
-    bound = chain_of([*H100, "stage=run1"], tokens_per_s=50_000.0)
-    assert bound.stages[0].device_hours == pytest.approx(400 * 4096 * 8192 / 50_000 / 3600 * 32)
-    assert "tokens <= (no mean length is known)" in overview.plan(settings.load([*H100, "stage=run1"]), bound)
+    # On a CPU, without a length, the hours are those of responses that fill the context.
+    bound = chain_of(["stage=run1"], tokens_per_s=50.0)
+    assert bound.stages[0].device_hours == pytest.approx(bound.stages[0].tokens_at_most / 50 / 3600)
+    assert "tokens <= (no mean length is known)" in overview.plan(settings.load(["stage=run1"]), bound)
     # No response is longer than its context, whatever the mean.
     long = chain_of([*H100, "stage=run1"], mean_tokens=12_000.0)
-    assert [s.tokens_estimated for s in long.stages[::7]] == [400 * 4096 * 8191, 200 * 4096 * 12_000]
+    assert [s.tokens_estimated for s in long.stages[::7]] == [400 * 4096 * 8191 * 1.8, 200 * 4096 * 12_000 * 1.8]
 
 
 def test_a_measured_run_gives_lengths_drops_and_throughput(tmp_path: Path) -> None:
@@ -227,7 +273,7 @@ def test_the_table_marks_the_stage_and_names_the_papers_hours(capsys: pytest.Cap
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines if line.startswith("> ")] == ["run6"]
     assert [line for line in lines if "16,000 GPU hours" in line and line.startswith("the paper's")]
-    assert "-" in next(line for line in lines if line.lstrip().startswith("in all")).split()
+    assert "2,302" in next(line for line in lines if line.lstrip().startswith("in all")).split()
 
 
 def test_the_page_on_gpus_shows_what_it_prints(capsys: pytest.CaptureFixture[str], root: Path) -> None:

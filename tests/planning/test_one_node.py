@@ -1,0 +1,102 @@
+"""One node: its clusters fit, and what a refusal of a layout ends with leads to a plan."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from nemo_prorl import cli, settings
+
+pytestmark = pytest.mark.starts
+
+BASE = "pretrained_checkpoint.restore_from_path=null"
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(("cluster", "gpus", "prompts"), [("h100_1x8", 8, 64), ("gpu_1", 1, 16)])
+def test_every_stage_fits_one_node(cluster: str, gpus: int, prompts: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", f"cluster={cluster}", "stage=run1", BASE, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["devices"], told["accelerator"]) == (gpus, "gpu")
+    assert len(told["stages"]) == 8
+    for stage in told["stages"]:
+        assert stage["memory_needed"] < 0.96 * told["memory"]["device_bytes"]
+        assert stage["device_hours"] > 0
+    assert told["stages"][0]["responses"] == 400 * prompts * 16
+    cfg = settings.load([f"cluster={cluster}", "stage=run1", BASE])
+    assert (cfg.trainer.num_nodes, cfg.trainer.devices, cfg.rollout.engines) == (1, gpus, gpus)
+    assert (cfg.trainer.grpo.context_tokens, cfg.trainer.grpo.samples_per_prompt) == (8192, 16)
+
+
+def test_without_recomputation_the_last_stage_would_not_fit_one_gpu(caplog: pytest.LogCaptureFixture) -> None:
+    given = ["plan", "cluster=gpu_1", "stage=run1", BASE, "model.activations_checkpoint_granularity=null"]
+    assert cli.main(given) == 2
+    assert "stage run8 of the same chain" in caplog.text
+
+
+def test_the_page_shows_what_the_plan_prints(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (root / "docs" / "howto" / "one_node.md").read_text()
+    shown = re.search(r"```text\n(.*?)```", page, re.DOTALL)
+    assert shown is not None
+    assert cli.main(["plan", "cluster=h100_1x8", "stage=run1", BASE]) == 0
+    printed = capsys.readouterr().out
+    assert len(shown[1].splitlines()) >= 4
+    assert [line for line in shown[1].splitlines() if line.removesuffix(" ...") not in printed] == []
+    rows = re.findall(r"^\| `(\w+)` .*\| ([\d,]+) \|$", page, re.MULTILINE)
+    hours, memory = {}, list[str]()
+    for cluster, _ in rows:
+        assert cli.main(["plan", f"cluster={cluster}", "stage=run1", BASE, "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        hours[cluster] = f"{told['totals']['device_hours']:,.0f}"
+        memory.append(f"{told['stages'][0]['memory_needed'] / 1e9:.1f} GB")
+    assert hours == dict(rows)
+    assert f"| {' | '.join(memory)} |" in page
+    assert hours.keys() == {"h100_4x8", "h100_1x8", "gpu_1"}
+    assert cli.main(["plan", "cluster=h100_4x8", "stage=run1", BASE, "--mean-tokens", "8191", "--json"]) == 0
+    assert f"{json.loads(capsys.readouterr().out)['totals']['device_hours']:,.0f} GPU hours" in page
+
+
+# overrides, and the override with which the first refusal ends
+WRONG = [
+    (["cluster=h100_4x8", "trainer.num_nodes=1"], "rollout.engines=8"),
+    (["cluster=h100_4x8", "trainer.num_nodes=3"], "rollout.engines=30"),
+    (["cluster=gpu_1", "trainer.num_nodes=2"], "rollout.engines=2"),
+    (["cluster=h100_1x8", "stage=run1", "trainer.devices=1"], "rollout.engines=1"),  # then the memory of run8
+    (["cluster=h100_1x8", "model.pipeline_model_parallel_size=7"], "trainer.devices=7"),
+    (
+        ["cluster=gpu_1", "model.tensor_model_parallel_size=2", "model.sequence_parallel=true"],
+        "model.tensor_model_parallel_size=1 model.pipeline_model_parallel_size=1 model.sequence_parallel=false",
+    ),
+    (
+        ["cluster=gpu_1", "model.pipeline_model_parallel_size=2"],
+        "model.tensor_model_parallel_size=1 model.pipeline_model_parallel_size=1",
+    ),
+    (["cluster=h100_1x8", "model.tensor_model_parallel_size=3"], "model.tensor_model_parallel_size=2"),
+    (["cluster=gpu_1", "rollout.tensor_parallel_size=4"], "rollout.tensor_parallel_size=1"),
+    (
+        ["cluster=h100_1x8", "rollout.tensor_parallel_size=5", "trainer.devices=3"],
+        "rollout.tensor_parallel_size=4",
+    ),
+    (["cluster=h100_4x8", "trainer.grpo.prompts_per_step=4"], "trainer.grpo.prompts_per_step=8"),
+    (["cluster=h100_4x8_split", "trainer.num_nodes=5"], "rollout.engines=20"),
+]
+
+
+@pytest.mark.parametrize(("given", "first"), WRONG, ids=[" ".join(given) for given, _ in WRONG])
+def test_following_each_fix_leads_to_a_plan(given: list[str], first: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Mechanically: what stands behind `Fix:` is added to the command until the plan is printed."""
+    words, fixes = ["plan", BASE, *given], list[str]()
+    while cli.main(words) == 2:
+        refusal = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"][-1]
+        fix = re.search(r"Fix: (?:it fits with )?([\w.]+=\w+(?: [\w.]+=\w+)*)", refusal)
+        assert fix is not None, refusal
+        assert "it fits with" in refusal or refusal.endswith(f"Fix: {fix[1]}")
+        fixes.append(fix[1])
+        words += fix[1].split()
+        assert len(fixes) <= 6, fixes
+    assert fixes[0] == first

@@ -248,6 +248,7 @@ def test_more_nodes_than_this_command_runs(tmp_path: Path) -> None:
         (None, f", stop it (kill {os.getpid()} on {socket.gethostname()}; it saves its step)"),
         ("77", ", stop it (scancel 77"),
     ],
+    ids=["by hand", "in a job"],
 )
 def test_one_process_at_a_time_works_on_a_run_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: str | None, stop: str

@@ -370,7 +370,7 @@ def listed(number: Number) -> Source | None:
 
 @functools.cache
 def defaults() -> dict[str, str]:
-    """Return what is said of each configuration key and command option, by its full name and by its last part."""
+    """Return the texts on each configuration key and command option, by its full name and by its last part."""
     found: dict[str, str] = {}
     for path in ("docs/reference/configuration.md", "docs/reference/commands.md"):
         for key, row in re.findall(r"^\| `([\w.\-]+)[^`]*`(.*)$", (ROOT / path).read_text(), re.M):

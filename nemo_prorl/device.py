@@ -1,4 +1,4 @@
-"""What differs between a GPU and a CPU in the trainer: copies, random states, and memory that PyTorch keeps.
+"""Does what differs between a GPU and a CPU in the trainer: copies, random states, and memory that PyTorch keeps.
 
 No other module of the trainer asks for `torch.cuda` or `is_cuda`, except kernels (algorithms/logprobs.py) and the shims
 that replace CUDA (policy/cpu).  So tests can replace a GPU here.

@@ -1,4 +1,4 @@
-"""Whether two runs of `prorl train` with the same seed and `deterministic=true` end with equal weights."""
+"""Checks whether two runs of `prorl train` with the same seed and `deterministic=true` end with equal weights."""
 
 import time
 

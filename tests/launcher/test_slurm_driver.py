@@ -538,8 +538,9 @@ def test_the_dry_run_names_the_data_folder_only_if_the_run_reads_it(data: str, w
 
 
 @pytest.mark.parametrize("cluster", ["h100_1x8", "gpu_1"])
-def test_a_stage_on_one_node_starts_one_supervisor(cluster: str) -> None:
-    words = dry_run("none", f"cluster={cluster}", "data=laptop", "pretrained_checkpoint.restore_from_path=null")
+def test_a_stage_on_one_node_starts_one_supervisor(cluster: str, tmp_path: Path) -> None:
+    run = f"run_dir={tmp_path}"  # not the default, which has the laptop's run after `make train`
+    words = dry_run("none", run, f"cluster={cluster}", "data=laptop", "pretrained_checkpoint.restore_from_path=null")
     assert {"--nodes=1", "--ntasks=1", f"cluster={cluster}"} <= set(words)
     assert words[words.index("nemo_prorl.launcher.node") + 1] == "--nodes=1"
 

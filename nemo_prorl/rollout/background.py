@@ -75,20 +75,21 @@ class BackgroundLoop:
         return await _first_error_of(work)
 
     def abandon(self) -> None:
-        """Cancel the running work and start no other.  Any thread may call this.
+        """Cancel the running work and start no other; do nothing after `close`.  Any thread may call this.
 
         Afterwards `result` and every new start raise RolloutAbandoned.  `result` returns only when the cancelled work
         has ended, so that no request stays in flight.
         """
         self._abandoned = True
+        if self._loop.is_closed():
+            return
         _log.warning("abandoning the rollout in progress, if there is one")
 
         def cancel() -> None:
             if self._task is not None:
                 self._task.cancel()
 
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(cancel)
+        self._loop.call_soon_threadsafe(cancel)
 
     def close(self, last: Coroutine[Any, Any, None], seconds: float = 10.0) -> None:
         """Cancel the running work, run `last`, and end the thread, in at most 2 * `seconds`; do nothing if closed."""

@@ -23,7 +23,7 @@ from typing import Any
 
 from machine import describe
 
-from nemo_prorl.lifecycle.records import last_lines
+from nemo_prorl.files import last_objects
 from nemo_prorl.usage import RESTART_SUFFIX, growth
 
 EXTRA = 40  # steps after the long run, made twice
@@ -51,7 +51,7 @@ def start(run: Path, steps: int) -> "subprocess.Popen[bytes]":
 
 
 def last_step(run: Path) -> int:
-    return max((int(line["step"]) for line in last_lines(run / "metrics.jsonl") if "step" in line), default=0)
+    return max((int(line["step"]) for line in last_objects(run / "metrics.jsonl") if "step" in line), default=0)
 
 
 def watch(run: Path, steps: int, samples: Path, restart_at: int | None) -> None:

@@ -22,11 +22,11 @@ from omegaconf import DictConfig
 
 import nemo_prorl
 from nemo_prorl.errors import ConfigError, ProrlError, UnfitMachine
+from nemo_prorl.files import write_json
 from nemo_prorl.launcher.allocation import allocation
 from nemo_prorl.launcher.formats import ChainEntry, ChainRecord
 from nemo_prorl.launcher.slurm_queries import Job
 from nemo_prorl.launcher.submission import Submission, arguments
-from nemo_prorl.lifecycle.records import write_json
 
 if TYPE_CHECKING:
     from nemo_prorl.config import Config
@@ -154,10 +154,10 @@ def _warn_of_paths(root: Path, words: list[str], cfg: DictConfig) -> None:
 
 def tell_of_a_stop(stage: ChainStage) -> None:
     """Warn that an unfinished stage, which somebody stopped with `prorl control`, is now continued."""
-    from nemo_prorl.lifecycle.records import last_lines
+    from nemo_prorl.files import last_objects
     from nemo_prorl.lifecycle.stages import last_end, stop_requested
 
-    events = last_lines(stage.run_dir / "journal.jsonl")
+    events = last_objects(stage.run_dir / "journal.jsonl")
     if not stage.finished and (who := stop_requested(events)):
         _log.warning(
             "stage %s, which %s stopped after step %d, is continued. To begin the next stage from one of its"

@@ -28,8 +28,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Unpack
 
+from nemo_prorl.files import Tail, last_objects
 from nemo_prorl.launcher.formats import HookEvent, HookFields, HookName
-from nemo_prorl.lifecycle.records import Journal, Tail, last_lines
+from nemo_prorl.lifecycle.records import Journal
 
 _log = logging.getLogger(__name__)
 
@@ -259,7 +260,7 @@ def on_screen(what: str, log: Sequence[str], shown: bool) -> list[str]:
 
 def last_step(run_dir: Path) -> int:
     """Return the last step in metrics.jsonl; 0 if there is none."""
-    for line in reversed(last_lines(run_dir / "metrics.jsonl")):
+    for line in reversed(last_objects(run_dir / "metrics.jsonl")):
         if isinstance(line.get("step"), int):
             return int(line["step"])
     return 0

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nemo_prorl.files import read_objects
 from nemo_prorl.launcher.slurm_queries import Job, say
 
 if TYPE_CHECKING:
@@ -95,16 +96,4 @@ class Launches:
 
     def _records(self) -> list[dict[str, Any]]:
         """Return the records of this job."""
-        found = []
-        try:
-            lines = self.file.read_text().splitlines()
-        except OSError:
-            return []
-        for line in lines:
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue  # line cut off by a full disk or a crash
-            if record.get("job") == self._job.id:
-                found.append(record)
-        return found
+        return [record for record in read_objects(self.file) if record.get("job") == self._job.id]

@@ -23,7 +23,8 @@ from typing import Any
 
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import ConfigError, DeadlineExceeded, ProrlError, UnfitMachine
-from nemo_prorl.launcher.peers import End, Launch, Peers, Place, read, write
+from nemo_prorl.files import write_json
+from nemo_prorl.launcher.peers import End, Launch, Peers, Place, read
 from nemo_prorl.launcher.processes import StandardOutput, free_port
 from nemo_prorl.launcher.srun_step import BEGUN, OUTCOME
 from nemo_prorl.launcher.supervisor import Node
@@ -55,14 +56,14 @@ def lead(args: argparse.Namespace, place: Place, peers: Peers, output: StandardO
     with job.locked(run_dir, args.lock_wait_s):
         if job.is_finished(run_dir, cfg.trainer.grpo.max_steps):
             peers.launch.parent.mkdir(exist_ok=True)
-            write(peers.launch, Launch(tasks=None, master=place.host, port=0))
+            write_json(peers.launch, Launch(tasks=None, master=place.host, port=0))
             return End(0)
         with Events(cfg.on_event, run_dir) as events:
             tasks = prepare(cfg, run_dir, settings.resolved_yaml(cfg))
             job.clear_endpoints(run_dir, keep=peers.files)
             peers.require_no_end()
             place = replace(place, master=place.host, port=free_port())  # chosen after `prepare`, which takes minutes
-            write(peers.launch, Launch(tasks=tasks, master=place.master, port=place.port))
+            write_json(peers.launch, Launch(tasks=tasks, master=place.master, port=place.port))
             startup = Deadline(cfg.trainer.deadlines.startup_s, "the nodes (trainer.deadlines.startup_s)")
             _require_reachable(cfg, peers.meet(startup))
             end = _run(Node(cfg, run_dir, tasks, output, events, place, peers))

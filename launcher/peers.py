@@ -14,18 +14,18 @@ Standard library only, Python 3.9 at least (see `slurm_driver.py`).
 
 from __future__ import annotations
 
-import json
+import contextlib
 import logging
 import os
 import signal
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
 
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import DeadlineExceeded, ProrlError
+from nemo_prorl.files import read_object, write_json
 
 _log = logging.getLogger(__name__)
 
@@ -215,7 +215,7 @@ class Peers:
         return True
 
     def _write(self, end: End | None) -> None:
-        write(self.files[self.place.node], {"host": self.place.host, "end": end and end.to_json()})
+        write_json(self.files[self.place.node], {"host": self.place.host, "end": end and end.to_json()})
 
     def _states(self) -> dict[int, dict[str, Any]]:
         """Return the states that the other nodes have written, by node number."""
@@ -247,18 +247,8 @@ def node_file(endpoints: Path, node: int, attempt: str) -> Path:
     return endpoints / f"node-{node}-{attempt}.json"
 
 
-def write(file: Path, content: Mapping[str, object]) -> None:
-    """Write a JSON file atomically: readers see all of it or nothing.  Raises OSError."""
-    partial = file.with_suffix(".tmp")
-    partial.write_text(json.dumps(content))
-    os.replace(partial, file)
-
-
 def read(file: Path) -> dict[str, Any] | None:
-    """Return the content of a file that `write` wrote; None if the file does not exist."""
-    try:
+    """Return the content of a file of a node; None if the file does not exist."""
+    with contextlib.suppress(OSError):
         os.listdir(file.parent)  # makes an NFS client notice a file that did not exist before
-        found = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
+    return read_object(file)

@@ -9,8 +9,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from nemo_prorl.files import Tail
 from nemo_prorl.lifecycle.bottleneck import bottleneck
-from nemo_prorl.lifecycle.records import Tail
 
 _PHASES = ("rollout", "logprobs", "updates", "ahead", "publish", "validate")
 _OURS = re.compile(r"^\S+ \S+ (INFO|WARNING|ERROR) (nemo_prorl\S*): (.*)$")

@@ -10,10 +10,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from nemo_prorl.files import write_json
 from nemo_prorl.launcher.doctor.storage import available_memory
 from nemo_prorl.launcher.peers import Place
 from nemo_prorl.launcher.processes import Child
-from nemo_prorl.lifecycle.records import write_json
 from nemo_prorl.usage import NodeUsage, ProcessUsage
 
 _EVERY_S = 10.0  # seconds between samples

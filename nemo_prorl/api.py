@@ -3,7 +3,6 @@
 The package `nemo_prorl` exports its functions: `nemo_prorl.train`, `nemo_prorl.evaluate`, `nemo_prorl.load_run`.
 """
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_prorl.errors import ConfigError, RunFailed
+from nemo_prorl.files import read_objects
 
 if TYPE_CHECKING:
     import pandas
@@ -71,8 +71,7 @@ class Run:
                 f"{len(stored)} steps have: {min(stored)} to {max(stored)}; see Run.steps" if stored else "no step has"
             )
             raise KeyError(f"step {step} has no stored responses; {have}")
-        lines = stored[step].read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines]
+        return read_objects(stored[step])
 
     def frame(self) -> "pandas.DataFrame":
         """Return the metrics as a table with the step as its index; needs pandas."""

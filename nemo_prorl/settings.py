@@ -36,6 +36,7 @@ from nemo_prorl.data.hf_config import model_keys
 from nemo_prorl.data.hub import model_folder
 from nemo_prorl.data.prepared import check_data
 from nemo_prorl.errors import ConfigError
+from nemo_prorl.files import first_line
 from nemo_prorl.migration.names import meant
 from nemo_prorl.rewards.functions import absolute
 from nemo_prorl.sizing.memory import is_small
@@ -90,7 +91,7 @@ def load(overrides: list[str], config_file: Path | None = None, need_weights: bo
         missing = sorted(OmegaConf.missing_keys(cfg))
         OmegaConf.resolve(cfg)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key}: the interpolation cannot be resolved: {_first_line(error)}") from error
+        raise ConfigError(f"{error.full_key}: the interpolation cannot be resolved: {first_line(error)}") from error
     if missing:
         raise ConfigError(f"{missing[0]} must be given: prorl train {missing[0]}=...")
     if cfg.chain.start_from is not None:
@@ -127,7 +128,7 @@ def load_run(overrides: list[str], config_file: Path | None = None, need_files: 
         except ConfigError as error:
             if need_files:
                 raise
-            _log.warning("what if: %s `prorl train` would refuse it", str(error).splitlines()[0])
+            _log.warning("what if: %s `prorl train` would refuse it", first_line(error))
     check_heads(cfg)
     if need_files:
         check_data(cfg)
@@ -269,7 +270,7 @@ def _parse(overrides: list[str]) -> list[Override]:
             [override] = OverridesParser.create().parse_overrides([text])
         except HydraException as error:
             raise ConfigError(
-                f"{text!r}: expected an override KEY=VALUE ({_first_line(error)})."
+                f"{text!r}: expected an override KEY=VALUE ({first_line(error)})."
                 " Fix: correct the override; in a shell, put it in quotes, and a text with blanks or braces in quotes"
                 " of its own: 'KEY=\"some text\"'"
             ) from error
@@ -483,8 +484,8 @@ def _type_message(cfg: DictConfig, key: str, value: Any, error: OmegaConfBaseExc
     last = name.rpartition(".")[2]
     child = node._get_node(last) if isinstance(node, DictConfig) and last in node.keys() else None  # noqa: SIM118
     if child is None or isinstance(child, list):
-        return f"{label}: {_first_line(error)}"
-    return f"{label}: expected {_kind(child._metadata.ref_type, child._metadata.optional)} ({_first_line(error)})"
+        return f"{label}: {first_line(error)}"
+    return f"{label}: expected {_kind(child._metadata.ref_type, child._metadata.optional)} ({first_line(error)})"
 
 
 def _for_a_model(group: str, name: Any) -> str:
@@ -496,7 +497,3 @@ def _for_a_model(group: str, name: Any) -> str:
 def _did_you_mean(name: str, known: list[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f" Did you mean {near[0]}?" if near else ""
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

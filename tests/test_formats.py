@@ -283,13 +283,14 @@ def test_requests_and_verdicts_fit() -> None:
 
 
 def test_what_the_nodes_of_a_run_write_fits(tmp_path: Path) -> None:
-    from nemo_prorl.launcher.peers import End, Launch, Peers, Place, write
+    from nemo_prorl.files import write_json
+    from nemo_prorl.launcher.peers import End, Launch, Peers, Place
 
     peers = Peers(tmp_path, Place(host="a"), "17.0.1")
     for end in (None, End(1, "trainer-0 ended with status -9", "a", "trainer-0", -9, ["a line"])):
         peers.write_end(end)
         assert against("node", json.loads(peers.files[0].read_text())) == []
-    write(peers.launch, Launch(tasks=["math"], master="a", port=4711))
+    write_json(peers.launch, Launch(tasks=["math"], master="a", port=4711))
     assert against("node", json.loads(peers.launch.read_text())) == []
     assert against("node", {"host": "a", "ended": None})
 
@@ -460,7 +461,7 @@ def test_journal_and_rollouts_fit(tmp_path: Path) -> None:
 
 
 def test_summary_fits(tmp_path: Path) -> None:
-    from nemo_prorl.lifecycle.records import write_json
+    from nemo_prorl.files import write_json
     from nemo_prorl.lifecycle.summary import summary
 
     line = {"time/rollout": 2.0, "time/step": 3.0, "time/rollout/reward_open_s": 1.0, "time/rollout/reward_wait_s": 0.5}

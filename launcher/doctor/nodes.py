@@ -6,7 +6,6 @@ keeps replacing a file in the shared folder.  Each probe compares its clock, and
 
 import fcntl
 import json
-import os
 import shlex
 import shutil
 import socketserver
@@ -22,6 +21,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from nemo_prorl.files import write_text
 from nemo_prorl.launcher.doctor import node_probe
 from nemo_prorl.launcher.doctor.check import Check, gb
 from nemo_prorl.launcher.doctor.network import own_address
@@ -213,8 +213,7 @@ def _trial_folder(run_dir: Path) -> Iterator[tuple[Path, list[OSError]]]:
     folder, end = Path(tempfile.mkdtemp(prefix=".prorl-doctor-", dir=run_dir)), threading.Event()
 
     def beat() -> None:
-        (folder / "beat.tmp").write_text(str(time.monotonic()))
-        os.replace(folder / "beat.tmp", folder / "beat")
+        write_text(folder / "beat", str(time.monotonic()))
 
     def beats() -> None:
         while not end.wait(BEAT_S):

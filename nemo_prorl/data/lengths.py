@@ -24,6 +24,7 @@ from nemo_prorl.config import DataConfig, DataSource
 from nemo_prorl.data.blend import LoadedData, LoadedSource
 from nemo_prorl.data.laptop.generators import Record
 from nemo_prorl.errors import DataError, UnfitMachine
+from nemo_prorl.files import write_json
 
 _log = logging.getLogger(__name__)
 
@@ -242,16 +243,12 @@ def _read(file: Path, key: str, number: int) -> list[int] | None:
 
 def _write(folder: Path, name: str, stem: str, content: dict[str, Any]) -> bool:
     """Write a cache file and remove the oldest ones of the same data file; return whether the folder is writable."""
-    temporary = folder / f".{name}.{os.getpid()}.tmp"
     try:
         folder.mkdir(exist_ok=True)
-        temporary.write_text(json.dumps(content))
-        temporary.replace(folder / name)
+        write_json(folder / name, content, indent=None)
         others = sorted(folder.glob(f"{stem}-*.json"), key=lambda file: file.stat().st_mtime)
         for old in others[:-_KEPT]:
             old.unlink(missing_ok=True)
     except OSError:
-        with suppress(OSError):
-            temporary.unlink()
         return False
     return True

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_prorl.errors import DataError
+from nemo_prorl.files import first_line
 
 if TYPE_CHECKING:
     from nemo_prorl.data.records import PromptRecord
@@ -37,7 +38,7 @@ def read_rows(path: str | Path, with_null: bool = False) -> Iterator[tuple[int, 
                     number += 1
                     yield number, {key: value for key, value in row.items() if with_null or value is not None}
     except pyarrow.ArrowException as error:
-        raise DataError(f"{path}: not a readable Parquet file: {str(error).splitlines()[0]}") from error
+        raise DataError(f"{path}: not a readable Parquet file: {first_line(error)}") from error
 
 
 def has_messages(path: str | Path) -> bool:

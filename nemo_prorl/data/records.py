@@ -15,7 +15,8 @@ from pydantic_core import core_schema
 from typing_extensions import TypedDict  # pydantic does not support Python 3.11's typing.TypedDict
 
 from nemo_prorl.data import parquet
-from nemo_prorl.errors import DataError, json_fault
+from nemo_prorl.errors import DataError
+from nemo_prorl.files import parsed, shortened
 
 
 class Expected:
@@ -209,8 +210,7 @@ def _check(value: Any, kind: Any, where: str, field: str) -> None:
         same = [one for one in others if (one["type"], one["loc"][:-1]) == ("missing", fault["loc"][:-1])]
         also = f"; also missing: {', '.join(repr(one['loc'][-1]) for one in same)}" if same else ""
         raise DataError(f"{where}: field {name!r} is missing; it must be {_expected(kind, fault['loc'][-1])}{also}")
-    shown = json.dumps(found, default=repr)
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    shown = shortened(json.dumps(found, default=repr))
     message = fault["msg"]  # pydantic's message if the type does not have an `Expected`
     right = message.replace("Input should be", "it must be") if " should " in message else f"it must be {message}"
     if name == "truth" and isinstance(found, str | int | float):
@@ -248,19 +248,6 @@ def validate_record(obj: Any, where: str) -> dict[str, Any]:
     return record
 
 
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _parse(raw: bytes, where: str) -> Any:
-    try:
-        return json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
-    except UnicodeDecodeError as error:
-        raise DataError(f"{where}: not UTF-8: {error}; the file must be JSON Lines in UTF-8") from None
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not JSON: {json_fault(error)}; each line must be one JSON object") from None
-
-
 def _objects(path: str | Path) -> Iterator[tuple[str, int, Any]]:
     """Yield (where, line or row, object) of each record in a file, unchecked."""
     if parquet.is_parquet(path):
@@ -275,7 +262,7 @@ def _objects(path: str | Path) -> Iterator[tuple[str, int, Any]]:
     with open(path, "rb") as file:
         for number, raw in enumerate(file, 1):
             if raw.strip():
-                yield f"{path}:{number}", number, _parse(raw, f"{path}:{number}")
+                yield f"{path}:{number}", number, parsed(raw, f"{path}:{number}")
 
 
 def read_records(path: str | Path) -> list[dict[str, Any]]:

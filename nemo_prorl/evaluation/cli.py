@@ -222,7 +222,7 @@ def _compare(args: argparse.Namespace) -> int:
     if args.columns is not None:
         raise ConfigError(f"--as={args.columns}: expected --compare paper DIR")
     from nemo_prorl.evaluation import compare
-    from nemo_prorl.lifecycle.records import write_json
+    from nemo_prorl.files import write_json
 
     found = compare.compare(compare.read([Path(one) for one in args.compare]))
     if args.out is not None:
@@ -234,7 +234,7 @@ def _compare(args: argparse.Namespace) -> int:
 
 def _compare_with_paper(out: Path | None, folders: list[Path], columns: list[str | None]) -> int:
     from nemo_prorl.evaluation import compare, published
-    from nemo_prorl.lifecycle.records import write_json
+    from nemo_prorl.files import write_json
 
     found = published.compare(compare.read(folders, least=1), columns)
     if out is not None:

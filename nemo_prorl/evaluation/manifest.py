@@ -17,6 +17,7 @@ from nemo_prorl.evaluation.catalogue import Benchmark, catalogue, records_sha256
 from nemo_prorl.evaluation.formats import BenchmarkManifest, EvaluationManifest
 from nemo_prorl.evaluation.models import Model
 from nemo_prorl.evaluation.store import read_json
+from nemo_prorl.files import shortened
 
 _log = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ def merged(
         return list(benchmarks), manifest
     old: EvaluationManifest = read_json(path)
     settings = {key: (old[key], manifest[key]) for key in _SETTINGS}
-    differ = [f"{key} (there: {_shortened(was)})" for key, (was, now) in settings.items() if was != now]
+    differ = [f"{key} (there: {shortened(json.dumps(was))})" for key, (was, now) in settings.items() if was != now]
     if old["model"]["sha256"] != manifest["model"]["sha256"]:
         differ.insert(0, f"model {manifest['model']['name']} (there: {old['model']['name']})")
     for name in old["benchmarks"].keys() & manifest["benchmarks"].keys():
@@ -124,11 +125,6 @@ def merged(
     more = [known[name].changed(old["benchmarks"][name]["sampling"]) for name in kept]
     entries = {name: old["benchmarks"][name] for name in kept} | manifest["benchmarks"]
     return [*more, *benchmarks], {**manifest, "benchmarks": entries}
-
-
-def _shortened(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def check_expected(manifest: EvaluationManifest, expected: EvaluationManifest) -> None:

@@ -167,9 +167,9 @@ def probe(cfg: DictConfig, out: Path, prompts: int, samples: int) -> dict[str, A
     from nemo_prorl.data.lengths import PromptLengths, fit
     from nemo_prorl.evaluation.models import open_model
     from nemo_prorl.evaluation.run import local_engines
+    from nemo_prorl.files import write_json
     from nemo_prorl.launcher.job import locked
     from nemo_prorl.launcher.prepare import check_node
-    from nemo_prorl.lifecycle.records import write_json
 
     folder = _starting_model(cfg)
     cfg.pretrained_checkpoint.restore_from_path = str(folder.resolve())  # the engines' model

@@ -23,8 +23,8 @@ from nemo_prorl.evaluation.formats import EvaluationManifest, EvaluationResults,
 from nemo_prorl.evaluation.manifest import check_expected, manifest_of, merged
 from nemo_prorl.evaluation.models import Model
 from nemo_prorl.evaluation.store import Store
+from nemo_prorl.files import write_json
 from nemo_prorl.launcher.run_data import plain
-from nemo_prorl.lifecycle.records import write_json
 from nemo_prorl.rewards.discovery import Registry, discover, make_plugin
 from nemo_prorl.rewards.functions import settings_of
 from nemo_prorl.rewards.interface import Verdict

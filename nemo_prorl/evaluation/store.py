@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from nemo_prorl import files
 from nemo_prorl.errors import ConfigError, DataError
 from nemo_prorl.rewards.interface import Verdict
 
@@ -68,9 +69,7 @@ class Store:
     def write_records(self, records: Sequence[dict[str, Any]]) -> None:
         """Write the prompt records; the file gets its name only when it is complete."""
         self._prompts.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self._prompts.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(record) + "\n" for record in records))
-        os.replace(temporary, self._prompts)
+        files.write_text(self._prompts, files.json_lines(records))
 
     def add(self, line: "EvaluationSample") -> None:
         """Store a response."""

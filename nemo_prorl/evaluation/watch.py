@@ -5,7 +5,6 @@ wait for them.  Each is written to RUN/evaluations/step-N, and the run's report 
 """
 
 import argparse
-import json
 import logging
 import signal
 import subprocess
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_prorl.errors import ConfigError, StoppedCleanly
+from nemo_prorl.files import read_object
 from nemo_prorl.lifecycle.retention import complete, step_of
 
 _log = logging.getLogger(__name__)
@@ -109,25 +109,17 @@ def folder_of(run_dir: Path, step: int) -> Path:
 
 
 def _is_complete(run_dir: Path, step: int) -> bool:
-    return bool(_json(folder_of(run_dir, step) / "results.json").get("complete"))
+    return bool((read_object(folder_of(run_dir, step) / "results.json") or {}).get("complete"))
 
 
 def has_ended(run_dir: Path) -> bool:
     """Return whether the run has made all its steps, by its summary.json."""
-    return bool(_json(run_dir / "summary.json").get("finished"))
+    return bool((read_object(run_dir / "summary.json") or {}).get("finished"))
 
 
 def results(run_dir: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (step, content of results.json) of each evaluated checkpoint, by step."""
     for folder in sorted((run_dir / FOLDER).glob("step-*")):
         step = folder.name.removeprefix("step-")
-        if step.isdecimal() and (found := _json(folder / "results.json")):
+        if step.isdecimal() and (found := read_object(folder / "results.json")):
             yield int(step), found
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -9,14 +9,13 @@ copies the previous stage's model folder to its own RUN/init, for config.json an
 """
 
 import logging
-import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_prorl.config import Config
 from nemo_prorl.errors import ConfigError, DataError
+from nemo_prorl.files import new_folder
 from nemo_prorl.lifecycle.stages import Origin, take_over_model
 
 if TYPE_CHECKING:
@@ -80,10 +79,8 @@ def make_initial_model(cfg: Any, run_dir: Path, train: "Sequence[LoadedSource]",
 
     some = [record for _, records in train for record in records[:2000]]
     texts = [text for record in some for text in _texts(record, warms_up(cfg))]
-    temporary = folder.with_name("init.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    build_base_model(temporary, cfg.model, cfg.seed, texts)
-    os.replace(temporary, folder)
+    with new_folder(folder) as temporary:
+        build_base_model(temporary, cfg.model, cfg.seed, texts)
     return folder
 
 

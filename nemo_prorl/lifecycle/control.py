@@ -15,7 +15,6 @@ A run that ends cleanly drops the requests that are left.  The next start drops 
 import argparse
 import fcntl
 import getpass
-import json
 import logging
 import os
 import re
@@ -32,8 +31,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import ConfigError, DeadlineExceeded, ProrlError, RewardFailure
+from nemo_prorl.files import Tail, last_objects, write_json
 from nemo_prorl.lifecycle.journal_events import AnswerFields, AnswerStatus, RequestKind
-from nemo_prorl.lifecycle.records import Journal, Tail, last_lines
+from nemo_prorl.lifecycle.records import Journal
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.schema import Constraint
 
@@ -415,7 +415,7 @@ def _default_wait(run_dir: Path) -> tuple[float, str]:
 
     The wait covers a few steps, with checkpoint and validation.
     """
-    lines = last_lines(run_dir / "metrics.jsonl")[-10:]
+    lines = last_objects(run_dir / "metrics.jsonl")[-10:]
     seconds = [line["time/step"] for line in lines if isinstance(line.get("time/step"), int | float)]
     if not seconds:
         return _FIRST_STEP_WAIT_S, "the run reads requests at the end of each step, and has not finished a step yet"
@@ -434,11 +434,10 @@ def _place(folder: Path, what: RequestKind) -> tuple[Request, Path]:
         user = str(os.getuid())
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
     request = Request(name, what, time.time(), user, socket.gethostname())
-    file, temporary = folder / f"{name}.json", folder / f".{name}.tmp"
+    file = folder / f"{name}.json"
     try:
         folder.mkdir(exist_ok=True)
-        temporary.write_text(json.dumps(asdict(request)) + "\n")
-        os.replace(temporary, file)
+        write_json(file, asdict(request))
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error}. Fix: run this as the user who owns the run") from error
     return request, file

@@ -1,6 +1,5 @@
 """Records of a run: metrics.jsonl, journal.jsonl, summary.json and rollouts/."""
 
-import contextlib
 import functools
 import hashlib
 import json
@@ -13,6 +12,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 import nemo_prorl
 from nemo_prorl.config import Config
+from nemo_prorl.files import read_objects, write_json
 from nemo_prorl.lifecycle.journal_events import (
     AlarmFields,
     AnswerFields,
@@ -129,7 +129,7 @@ class Records:
     def stored_responses(self, step: int) -> list[dict[str, Any]]:
         """Return the lines of rollouts/step-N.jsonl; an empty list if the step has none, and on ranks other than 0."""
         file = self.dir / "rollouts" / f"step-{step}.jsonl"
-        return _objects(file.read_bytes()) if self._writes and file.is_file() else []
+        return read_objects(file) if self._writes else []
 
     def disagreements(self, step: int, found: Sequence[dict[str, Any]]) -> None:
         """Write the responses of a step on which a second verifier disagrees; a repeated step replaces its file."""
@@ -231,16 +231,7 @@ class Journal:
 
     def events(self) -> list[dict[str, Any]]:
         """Return the events of all complete lines; leave out a last line that a kill cut short."""
-        if not self.path.is_file():
-            return []
-        return _objects(self.path.read_bytes())
-
-
-def write_json(path: Path, value: Any, indent: int | None = 1) -> None:
-    """Replace a JSON file atomically."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(value, indent=indent) + "\n")
-    os.replace(temporary, path)
+        return read_objects(self.path)
 
 
 def write_rollouts(
@@ -266,46 +257,3 @@ def write_rollouts(
             verdict_and_use = {"verdict": verdict, "trained": group.draw_index in trained}
             lines.append(json.dumps({**request, **verdict_and_use, "version": response.weight_version}))
     (folder / f"step-{step}.jsonl").write_text("".join(line + "\n" for line in lines))
-
-
-class Tail:
-    """A reader of the JSON objects appended to a JSON Lines file after the reader was created."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._position = path.stat().st_size if path.is_file() else 0
-
-    def read(self) -> list[dict[str, Any]]:
-        """Return the objects appended since the last call.
-
-        An incomplete last line is left to a later call.  Lines that are not JSON are skipped.
-        """
-        try:
-            with self._path.open("rb") as file:
-                self._position = min(self._position, file.seek(0, os.SEEK_END))
-                file.seek(self._position)
-                data = file.read()
-        except OSError:  # missing so far, or a shared disk that is briefly unavailable
-            return []
-        whole = data[: data.rfind(b"\n") + 1]
-        self._position += len(whole)
-        return _objects(whole)
-
-
-def _objects(lines: bytes) -> list[dict[str, Any]]:
-    """Return the JSON objects of the lines; skip other lines, such as one cut short by a kill."""
-    found = []
-    for line in lines.splitlines():
-        with contextlib.suppress(ValueError):
-            found.append(json.loads(line))
-    return [value for value in found if isinstance(value, dict)]
-
-
-def last_lines(path: Path, num_bytes: int = 1 << 16) -> list[dict[str, Any]]:
-    """Return the complete JSON objects in a file's last bytes, or nothing if the file cannot be read."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - num_bytes))
-            return _objects(file.read())
-    except OSError:
-        return []

@@ -15,6 +15,7 @@ from typing import Any
 from nemo_prorl.algorithms.reset_rules import best_policy, policy_scores
 from nemo_prorl.config import Config
 from nemo_prorl.errors import ConfigError
+from nemo_prorl.files import new_folder
 from nemo_prorl.lifecycle.retention import OLD, TEMPORARY, TRASH, complete, read_state, step_of
 
 
@@ -175,13 +176,10 @@ def end_in_words(events: Sequence[Mapping[str, Any]]) -> str:
 
 def take_over_model(source: Path, folder: Path) -> None:
     """Copy the files of `source` to the new folder `folder`, with hard links where possible."""
-    temporary = folder.with_name(folder.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    for file in source.iterdir():
-        if file.is_file():
-            try:
-                os.link(file, temporary / file.name)
-            except OSError:
-                shutil.copyfile(file, temporary / file.name)
-    os.replace(temporary, folder)
+    with new_folder(folder) as temporary:
+        for file in source.iterdir():
+            if file.is_file():
+                try:
+                    os.link(file, temporary / file.name)
+                except OSError:
+                    shutil.copyfile(file, temporary / file.name)

@@ -20,7 +20,7 @@ import httpx
 
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import DeadlineExceeded
-from nemo_prorl.lifecycle.records import write_json
+from nemo_prorl.files import write_json
 from nemo_prorl.tracing import RECORDER, timeline
 
 _log = logging.getLogger(__name__)

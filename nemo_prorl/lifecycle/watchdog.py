@@ -19,7 +19,7 @@ from types import FrameType
 
 import nemo_prorl
 from nemo_prorl import stacks
-from nemo_prorl.lifecycle.records import write_json
+from nemo_prorl.files import write_json
 from nemo_prorl.metrics import Metrics
 
 _log = logging.getLogger(__name__)

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from nemo_prorl.errors import CheckpointError, DamagedCheckpoint
+from nemo_prorl.files import first_line
 
 _CURE = "Continue from a checkpoint that prorl wrote and nobody changed"
 _METADATA = {  # module: the names that torch's metadata of a distributed checkpoint uses; dtypes are allowed, too
@@ -86,7 +87,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _refused(file: Path, expected: str, error: Exception) -> CheckpointError:
-    why = f"reading it could run code ({str(error).splitlines()[0]})"
+    why = f"reading it could run code ({first_line(error)})"
     return CheckpointError(f"{file} was refused: expected {expected}, but {why}. {_CURE}")
 
 

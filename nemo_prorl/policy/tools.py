@@ -5,10 +5,7 @@ config.json and tokenizer in `hf/`.  It can be loaded at any tensor, pipeline an
 built, so both commands run on a machine without GPUs, NeMo and Megatron.
 """
 
-import json
 import logging
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +13,7 @@ from torch import Tensor
 
 from nemo_prorl import settings
 from nemo_prorl.errors import ConfigError, DamagedCheckpoint
+from nemo_prorl.files import new_folder, write_json
 from nemo_prorl.lifecycle.checkpoints import ImportedState
 from nemo_prorl.lifecycle.retention import FORMAT, OLD, TEMPORARY, TRASH, complete, read_state
 from nemo_prorl.lifecycle.stages import chosen_checkpoint
@@ -32,24 +30,21 @@ def import_hf(hf_dir: Path, out: Path) -> None:
     """
     _refuse_existing(out)
     folder = HFFolder(hf_dir)
-    temporary = out.with_name(out.name + TEMPORARY)
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    write_policy(temporary, folder, dtype_of(folder.config))
-    copy_without_weights(folder.path, temporary / "hf")
-    digests = Digests()
-    for name, tensor in read_policy(temporary, folder.config):
-        digests.add(name, tensor)
-    sha256 = digests.sha256()
-    state: ImportedState = {
-        "format": FORMAT,
-        "weights_sha256": sha256,
-        "reference_sha256": sha256,
-        "step": 0,
-        "imported_from": str(folder.path.resolve()),
-    }
-    (temporary / "state.json").write_text(json.dumps(state))
-    os.replace(temporary, out)
+    with new_folder(out) as temporary:
+        write_policy(temporary, folder, dtype_of(folder.config))
+        copy_without_weights(folder.path, temporary / "hf")
+        digests = Digests()
+        for name, tensor in read_policy(temporary, folder.config):
+            digests.add(name, tensor)
+        sha256 = digests.sha256()
+        state: ImportedState = {
+            "format": FORMAT,
+            "weights_sha256": sha256,
+            "reference_sha256": sha256,
+            "step": 0,
+            "imported_from": str(folder.path.resolve()),
+        }
+        write_json(temporary / "state.json", state)
     _log.info("%s: wrote a checkpoint with the weights of %s", out, folder.path)
 
 

@@ -7,7 +7,6 @@ made, how these are joined, and along which dimension the result is cut over ten
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from nemo_prorl.data.hf_config import check_computed
 from nemo_prorl.errors import ConfigError
+from nemo_prorl.files import new_folder
 
 
 @dataclass(frozen=True)
@@ -238,20 +238,18 @@ def write_hf_folder(folder: Path, tensors: Iterator[tuple[str, Tensor]], like: P
         like: folder from which config and tokenizer are copied.
         dtype: all tensors are converted to it; None: each keeps its dtype.
     """
-    temporary = folder.with_name(folder.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    copy_without_weights(like, temporary)
     layers = json.loads((like / "config.json").read_text())["num_hidden_layers"]
-    _write_safetensors(temporary / "model.safetensors", tensors, dtype, room=_HEADER_BYTES * (layers + 1))
-    os.replace(temporary, folder)
+    with new_folder(folder) as temporary:
+        copy_without_weights(like, temporary)
+        _write_safetensors(temporary / "model.safetensors", tensors, dtype, room=_HEADER_BYTES * (layers + 1))
 
 
 _WEIGHTS = ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx"
 
 
 def copy_without_weights(folder: Path, out: Path) -> None:
-    """Copy configuration, tokenizer, chat template and other small files of a Hugging Face folder to a new folder."""
-    out.mkdir(parents=True)
+    """Copy configuration, tokenizer, chat template and other small files of a Hugging Face folder to another folder."""
+    out.mkdir(parents=True, exist_ok=True)
     for file in folder.iterdir():
         if file.is_file() and file.suffix not in _WEIGHTS and not file.name.endswith(".index.json"):
             shutil.copyfile(file, out / file.name)

@@ -1,14 +1,13 @@
 """`prorl report RUN...`: write the report, or serve it while a run continues."""
 
 import argparse
-import contextlib
 import logging
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from nemo_prorl.errors import ConfigError
+from nemo_prorl.files import write_text
 
 _log = logging.getLogger(__name__)
 
@@ -77,16 +76,11 @@ def write(runs: list[Path], evaluations: list[Path], samples: int, out: Path | N
         out = (runs[0] if len(runs) == 1 else Path()) / "report.html"
     if out.is_dir():
         raise ConfigError(f"--out {out}: is a folder; name the file to write, such as {out / 'report.html'}")
-    temporary = out.with_name(f"{out.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(page(data), encoding="utf-8")
-        os.replace(temporary, out)
+        write_text(out, page(data))
     except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
         raise ConfigError(
             f"--out {out}: cannot be written: {error.strerror}; give a path in a folder of yours"
         ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
     _log.info("wrote the report %s (%.1f MB)", out, out.stat().st_size / 1e6)
     return out

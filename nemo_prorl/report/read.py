@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from nemo_prorl.errors import ConfigError
+from nemo_prorl.files import first_line
 from nemo_prorl.lifecycle.stages import last_end
 
 _SIGNS = ("config.yaml", "metrics.jsonl", "journal.jsonl")  # any of them makes a folder a run directory
@@ -170,14 +171,10 @@ def _mapping(path: Path, problems: list[str], missing_is_fine: bool = False) -> 
     except FileNotFoundError:
         problems += [] if missing_is_fine else [f"{path.name}: missing"]
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        problems.append(f"{path.name}: cannot be read: {_first_line(error)}")
+        problems.append(f"{path.name}: cannot be read: {first_line(error)}")
     else:
         return read
     return {}
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def objects_of(path: Path, problems: list[str], missing_is_fine: bool = False) -> Iterator[dict[str, Any]]:
@@ -191,7 +188,7 @@ def objects_of(path: Path, problems: list[str], missing_is_fine: bool = False) -
         problems += [] if missing_is_fine else [f"{path.name}: missing"]
         return
     except OSError as error:
-        problems.append(f"{path.name}: cannot be read: {_first_line(error)}")
+        problems.append(f"{path.name}: cannot be read: {first_line(error)}")
         return
     broken = []
     for number, text in enumerate(texts, 1):
@@ -201,7 +198,7 @@ def objects_of(path: Path, problems: list[str], missing_is_fine: bool = False) -
                 raise ValueError(f"expected an object; got {type(value).__name__}")
             yield value
         except (ValueError, RecursionError) as error:
-            broken.append(f"{path.name}:{number}: passed over: {_first_line(error)}")
+            broken.append(f"{path.name}:{number}: passed over: {first_line(error)}")
     problems += broken[:_MAX_PROBLEMS]
     if len(broken) > _MAX_PROBLEMS:
         problems.append(f"{path.name}: {len(broken) - _MAX_PROBLEMS} more lines passed over")

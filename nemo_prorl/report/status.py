@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_prorl.errors import ConfigError, UnfitMachine
+from nemo_prorl.files import shortened
 from nemo_prorl.launcher.chain_slurm import JobState, job_states, read_record
 from nemo_prorl.launcher.formats import ChainEntry, ChainRecord
 from nemo_prorl.lifecycle.bottleneck import bottleneck
@@ -285,7 +286,7 @@ def _chain_table(chain: dict[str, Any]) -> str:
                 str(stage["attempts"]),
                 end["what"] if end else "-",
                 f"{heldout['before']:.3f} -> {heldout['after']:.3f}" if heldout else "-",
-                last if len(last) <= _ALARM_LENGTH else last[: _ALARM_LENGTH - 3] + "...",
+                shortened(last, _ALARM_LENGTH),
             )
         )
     return columns(rows)

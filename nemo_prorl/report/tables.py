@@ -4,6 +4,7 @@ import json
 import shlex
 from typing import Any
 
+from nemo_prorl.files import shortened
 from nemo_prorl.lifecycle.bottleneck import bottleneck
 from nemo_prorl.lifecycle.stages import begun_from
 from nemo_prorl.report.read import Curve, RunRecord, number, part_of, step_of
@@ -96,7 +97,7 @@ def changes_between(before: RunRecord, after: RunRecord) -> dict[str, str]:
 def _short(text: str | None) -> str:
     if text is None:
         return "absent"
-    return text if len(text) <= 80 else text[:77] + "..."
+    return shortened(text)
 
 
 def differences(curves: list[Curve]) -> list[dict[str, Any]]:

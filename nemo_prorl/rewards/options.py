@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
-from nemo_prorl.errors import DataError, json_fault
+from nemo_prorl.errors import DataError
+from nemo_prorl.files import parsed
 
 T = TypeVar("T")
 
@@ -59,7 +60,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drain-s", type=int, default=20, help=drain)
 
 
-def read_line(line: str, where: str, read: Callable[[Any], T]) -> T:
+def read_line(line: bytes | str, where: str, read: Callable[[Any], T]) -> T:
     """Parse one line of JSON and return the result of `read` on it.
 
     Args:
@@ -69,10 +70,9 @@ def read_line(line: str, where: str, read: Callable[[Any], T]) -> T:
     Raises:
         DataError: The line is not JSON, or `read` raised ValueError.
     """
+    value = parsed(line, where)
     try:
-        return read(json.loads(line))
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise DataError(f"{where}: not JSON: {json_fault(error)}; each line must be one JSON object") from error
+        return read(value)
     except ValueError as error:
         raise DataError(f"{where}: {error}") from error
 
@@ -84,11 +84,11 @@ def read_lines(path: Path, read: Callable[[Any], T]) -> Iterator[tuple[int, T]]:
         DataError: The file cannot be read, a line is not JSON, or `read` raised ValueError.
     """
     try:
-        with path.open(encoding="utf-8", newline="\n") as file:
+        with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     yield number, read_line(line, f"{path}:{number}", read)
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from nemo_prorl.errors import ConfigError, DataError
+from nemo_prorl.files import shortened
 from nemo_prorl.rewards.discovery import discover
 from nemo_prorl.rewards.interface import RewardRequest, Verdict, read_verdict
 from nemo_prorl.rewards.options import add_settings, add_unsafe, opened, printable, read_lines
@@ -204,8 +205,7 @@ def _change_line(stored: Stored, new: Verdict) -> str:
 def _short(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 120 else text[:117] + '..."'
+    return shortened(json.dumps(value, ensure_ascii=False), 120)
 
 
 _HEADS = ("same", "reworded", "changed", "up", "down", "newly failed", "mean before", "mean after")

@@ -1,10 +1,10 @@
 """`prorl rewards new`: a generator of plugin projects, with code, tests and prompt records, from template/."""
 
 import re
-import shutil
 from pathlib import Path
 
 from nemo_prorl.errors import ConfigError
+from nemo_prorl.files import new_folder
 from nemo_prorl.rewards.discovery import discover
 
 TEMPLATE = Path(__file__).parent / "template"
@@ -36,14 +36,12 @@ def new_plugin(name: str, folder: Path, sandbox: bool = False) -> str:
     }
     places = {"init.py": f"{package}/__init__.py", "plugin.py": f"{package}/plugin.py"}
     places["test_plugin.py"] = "tests/test_plugin.py"
-    temporary = folder.with_name(f".{folder.name}.new")
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        for source in sorted(TEMPLATE.glob("*.tmpl")):
-            target = temporary / places.get(source.stem, source.stem)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(_filled(source.read_text(encoding="utf-8"), words), encoding="utf-8")
-        temporary.rename(folder)
+        with new_folder(folder) as temporary:
+            for source in sorted(TEMPLATE.glob("*.tmpl")):
+                target = temporary / places.get(source.stem, source.stem)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_text(_filled(source.read_text(encoding="utf-8"), words), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written: {error.strerror}.  Fix: --dir OTHER") from error
     count = sum(len((folder / part).read_text().splitlines()) for part in ("prompts.jsonl", "heldout.jsonl"))

@@ -38,6 +38,7 @@ from starlette.routing import Route
 
 from nemo_prorl import stacks, tracing
 from nemo_prorl.errors import ConfigError, ProrlError
+from nemo_prorl.files import read_object, write_json
 from nemo_prorl.rewards.connections import MAX_BODY, allow_connections
 from nemo_prorl.rewards.discovery import discover
 from nemo_prorl.rewards.interface import RewardRequest, Verdict
@@ -242,18 +243,13 @@ def write_endpoint(path: Path | None, url: str, state: Literal["ready", "stopped
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     endpoint: RewardEndpoint = {"kind": "rewards", "url": url, "pid": os.getpid(), "state": state}
-    temporary.write_text(json.dumps(endpoint) + "\n")
-    temporary.replace(path)
+    write_json(path, endpoint)
 
 
 def _is_ours(path: Path | None, url: str) -> bool:
     """Return whether the endpoint file describes this server; False if a newer server has replaced the file."""
-    try:
-        return path is not None and bool(json.loads(path.read_text())["url"] == url)
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+    return path is not None and (read_object(path) or {}).get("url") == url
 
 
 def read_token(path: Path) -> str:

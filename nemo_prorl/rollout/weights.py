@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from nemo_prorl.errors import ConfigError, UnfitMachine
+from nemo_prorl.files import new_file
 from nemo_prorl.rollout.checksums import Checksum, published, to_metadata
 
 _log = logging.getLogger(__name__)
@@ -85,18 +86,14 @@ class WeightStore:
         for old in [other for other in self.versions() if other != version][:-1]:
             self.path_of(old).unlink(missing_ok=True)
         final = self.path_of(version)
-        temporary = final.with_name(f"{final.name}.{os.getpid()}.tmp")
         try:
-            with open(temporary, "wb") as file:
+            with new_file(final) as temporary, temporary.open("wb") as file:
                 self._stream(file, tensors, version)
-            os.replace(temporary, final)
         except OSError as error:
             raise UnfitMachine(
                 f"{self.folder}: weights version {version} cannot be written: {error}.  "
                 "Fix: enlarge the shared memory (containers: --shm-size) or remove other files from it"
             ) from error
-        finally:
-            temporary.unlink(missing_ok=True)
         return final
 
     def _stream(self, file: BinaryIO, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:

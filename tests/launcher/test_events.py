@@ -15,11 +15,12 @@ import pytest
 from nemo_prorl.checks import check_command
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import DataError
+from nemo_prorl.files import Tail
 from nemo_prorl.launcher import events as events_module
 from nemo_prorl.launcher import job, supervisor
 from nemo_prorl.launcher.events import Events, on_screen
 from nemo_prorl.launcher.processes import Child, ProcessFailed
-from nemo_prorl.lifecycle.records import Journal, Tail
+from nemo_prorl.lifecycle.records import Journal
 from nemo_prorl.settings import load
 
 pytestmark = pytest.mark.starts

@@ -29,7 +29,8 @@ SRUN = """
 import json, os, signal, sys, time
 sys.path.insert(0, "ROOT")
 from pathlib import Path
-from nemo_prorl.launcher.peers import node_file, write
+from nemo_prorl.files import write_json
+from nemo_prorl.launcher.peers import node_file
 from nemo_prorl.launcher.srun_step import OUTCOME
 if "true" in sys.argv:
     sys.exit(os.path.exists("dead-node"))
@@ -73,7 +74,7 @@ if told.get("full disk"):
 else:
     attempt = next(word for word in sys.argv if word.startswith("--attempt=")).partition("=")[2]
     os.makedirs("run/endpoints", exist_ok=True)
-    write(node_file(Path("run/endpoints"), 0, attempt), {"host": "a", "end": outcome})
+    write_json(node_file(Path("run/endpoints"), 0, attempt), {"host": "a", "end": outcome})
     if not told.get("mixed"): print(said, end="", flush=True)
     else: print(said[:30] + "trainer-3: " + "y" * 1000 + "\\n" + said[30:], end="", flush=True)
 sys.exit(0 if outcome["code"] == 75 else outcome["code"])

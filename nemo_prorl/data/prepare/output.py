@@ -1,9 +1,8 @@
 """Writing of a prepared folder: a file under its final name is always complete, and the manifest is written last."""
 
 import json
-import os
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -12,6 +11,7 @@ from nemo_prorl.data.prepare.manifest import OutputFile, PreparedManifest
 from nemo_prorl.data.prepare.rows import sha256_of
 from nemo_prorl.data.records import PromptRecord
 from nemo_prorl.errors import ConfigError
+from nemo_prorl.files import new_file, read_object, write_json
 
 MANIFEST = "manifest.json"
 CACHE = "judge-cache.jsonl"
@@ -27,7 +27,8 @@ def check_folder(out: Path, source: str) -> None:
         return
     manifest = out / MANIFEST
     ours = {MANIFEST, CACHE, "dropped.jsonl", *(f"{part}.{form}" for part in PARTS for form in ("jsonl", "parquet"))}
-    foreign = [path.name for path in out.iterdir() if path.name.removesuffix(".tmp") not in ours]
+    temporary = re.compile(r"(\.\d+)?\.tmp$")
+    foreign = [path.name for path in out.iterdir() if temporary.sub("", path.name) not in ours]
     if foreign:
         raise ConfigError(f"--out {out}: contains other files ({sorted(foreign)[0]}).  Fix: use a new or empty folder")
     if not manifest.is_file():
@@ -44,20 +45,8 @@ def check_folder(out: Path, source: str) -> None:
 
 def recorded_commit(out: Path, repo: str) -> str | None:
     """Return the commit of the hub that the folder was prepared from; None if it was not prepared from `repo`."""
-    try:
-        manifest = json.loads((out / MANIFEST).read_text())
-    except (OSError, ValueError):
-        return None
+    manifest = read_object(out / MANIFEST) or {}
     return manifest.get("commit") if manifest.get("repo") == repo else None
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file under a temporary name, flush it to disk, then rename it."""
-    temporary = path.with_name(path.name + ".tmp")
-    write(temporary)
-    with temporary.open("rb+") as file:
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def _write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -78,12 +67,14 @@ def write_records(
     outputs: list[OutputFile] = []
     for part, records in parts.items():
         path = out / f"{part}.{form}"
-        _replace(path, partial(parquet.write_records if form == "parquet" else _write_lines, rows=records))
+        with new_file(path, sync=True) as temporary:
+            (parquet.write_records if form == "parquet" else _write_lines)(temporary, records)
         outputs.append({"file": path.name, "records": len(records), "sha256": sha256_of(path)})
-    _replace(out / "dropped.jsonl", partial(_write_lines, rows=dropped))
+    with new_file(out / "dropped.jsonl", sync=True) as temporary:
+        _write_lines(temporary, dropped)
     return outputs
 
 
 def write_manifest(out: Path, manifest: PreparedManifest) -> None:
     """Write the manifest, which marks the folder as complete."""
-    _replace(out / MANIFEST, lambda to: to.write_text(json.dumps(manifest, indent=1) + "\n"))
+    write_json(out / MANIFEST, manifest, sync=True)

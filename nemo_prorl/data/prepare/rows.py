@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from nemo_prorl.data import parquet as tables
-from nemo_prorl.errors import ConfigError, DataError, json_fault
+from nemo_prorl.errors import ConfigError, DataError
+from nemo_prorl.files import parsed, shortened
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".jsonl.gz")
 _SHOWN = 12  # most columns that an error message lists
@@ -84,8 +85,7 @@ class Row:
 
     def wrong(self, field: str, value: Any, right: str) -> DataError:
         """Return the error for a wrong value of a field; `right` describes the right value."""
-        shown = json.dumps(value, default=repr)
-        shown = shown if len(shown) <= 80 else shown[:77] + "..."
+        shown = shortened(json.dumps(value, default=repr))
         return DataError(f"{self.where}: field {field!r} is {shown}; it must be {right}")
 
 
@@ -187,14 +187,8 @@ def _whole(file: Path) -> Iterator[tuple[int, Any]]:
 
 def _lines(file: Path, raw: Iterable[bytes]) -> Iterator[tuple[int, Any]]:
     for number, line in enumerate(raw, 1):
-        if not line.strip():
-            continue
-        try:
-            yield number, json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DataError(
-                f"{file}:{number}: not JSON: {json_fault(error)}; each line must be one JSON object"
-            ) from None
+        if line.strip():
+            yield number, parsed(line, f"{file}:{number}")
 
 
 def sha256_of(file: Path) -> str:

@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Literal, TypedDict
 
+from nemo_prorl.files import write_json
 from nemo_prorl.rollout.engine import SERVED_SUFFIX
 from nemo_prorl.schema import Constraint, Count, Number
 
@@ -42,10 +43,7 @@ def write_endpoint(args: argparse.Namespace, port: int) -> None:
         "weights_dir": args.weights_dir,
         "weight_version": UNPUBLISHED,
     }
-    temporary = f"{args.endpoint_file}.{os.getpid()}.tmp"
-    with open(temporary, "w", encoding="ascii") as file:
-        json.dump(endpoint, file)
-    os.replace(temporary, args.endpoint_file)
+    write_json(Path(args.endpoint_file), endpoint)
 
 
 def remove_endpoint(path: str) -> None:

@@ -34,7 +34,7 @@ from nemo_prorl.evaluation.services import Services
 from nemo_prorl.evaluation.sources import LocalEngines
 from nemo_prorl.evaluation.store import Store
 from nemo_prorl.rewards.interface import Verdict
-from nemo_prorl.rollout.endpoints import read_token
+from nemo_prorl.service import read_token
 
 WAYS = {"prorl evaluate": "", "vLLM offline": "default", "vLLM offline, our settings": "ours"}
 _BAR = 0.9

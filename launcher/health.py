@@ -1,6 +1,5 @@
 """Health checks of a node's services: a process that runs but does not answer is killed and started again."""
 
-import json
 import logging
 import threading
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 from nemo_prorl.config import DeadlinesConfig
 from nemo_prorl.launcher.processes import Child
 from nemo_prorl.rollout.engine.sleep import HELD_SUFFIX
+from nemo_prorl.service import Endpoint
 
 _log = logging.getLogger(__name__)
 
@@ -99,10 +99,7 @@ class _Service:
         """Return the address for health checks; None until the current process is ready."""
         if self.child.endpoint is None:
             return None
-        try:
-            endpoint = json.loads(self.child.endpoint.read_text())
-            if endpoint["pid"] != self.pid or endpoint["state"] != "ready":
-                return None
-            return str(endpoint["url"]) + _PATHS[endpoint["kind"]]
-        except (OSError, ValueError, KeyError, TypeError):
+        endpoint = Endpoint.read(self.child.endpoint)
+        if endpoint is None or endpoint.pid != self.pid or not endpoint.ready:
             return None
+        return endpoint.url + _PATHS[endpoint.kind]

@@ -5,6 +5,8 @@ line.  The run's own files are read tolerantly (`objects_in`, `last_objects`, `T
 strictly (`parsed`), with an error that names the line.
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
 import os

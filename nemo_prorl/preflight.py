@@ -46,9 +46,10 @@ from nemo_prorl.lifecycle.stopping import Stopping
 from nemo_prorl.lifecycle.tolerances import engine_gap_alarm, kl_after_reset
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.rewards.interface import RewardResult, verdict_of
-from nemo_prorl.rollout.endpoints import Response, SamplingParams, read_token
+from nemo_prorl.rollout.endpoints import Response, SamplingParams
 from nemo_prorl.rollout.engines import EnginePool
 from nemo_prorl.rollout.groups import Group
+from nemo_prorl.service import read_token
 from nemo_prorl.trainer import Trainer, update
 
 _log = logging.getLogger(__name__)

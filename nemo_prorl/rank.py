@@ -48,11 +48,11 @@ from nemo_prorl.rewards.connections import allow_connections
 from nemo_prorl.rewards.discovery import discover
 from nemo_prorl.rewards.second import SecondVerifiers
 from nemo_prorl.rollout.collector import Collector
-from nemo_prorl.rollout.endpoints import read_token
 from nemo_prorl.rollout.engines import EnginePool
 from nemo_prorl.rollout.groups import PromptDraw
 from nemo_prorl.rollout.overlap import OneStepOff
 from nemo_prorl.rollout.rollouts import Rollouts
+from nemo_prorl.service import read_token
 from nemo_prorl.sizing.devices import node_devices
 from nemo_prorl.sizing.flops import UpdateSpeed
 from nemo_prorl.sizing.memory import ModelShape

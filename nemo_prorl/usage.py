@@ -4,7 +4,6 @@ The supervisor of a node writes a sample to endpoints/usage-NODE.json every few 
 the newest samples to the metrics of each step, as `system/*`.  Memory of GPUs is not included.
 """
 
-import json
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,9 +12,11 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 from statistics import mean, median, stdev
-from typing import TypedDict
+from typing import TypedDict, cast
 
+from nemo_prorl.files import read_object
 from nemo_prorl.schema import Count, Number, Time
+from nemo_prorl.service import Endpoint
 
 RESTART_SUFFIX = ".restart"  # endpoints/engine-K.restart: a request to the supervisor to start this engine again
 _POINTS = 60  # of a window; more points cost time and say little more
@@ -57,11 +58,7 @@ class NodeUsage(TypedDict):
 
 def newest(endpoints: Path) -> list[NodeUsage]:
     """Return the newest sample of each node; nodes without a readable sample are left out."""
-    found = []
-    for file in sorted(endpoints.glob("usage-*.json")):
-        with suppress(OSError, ValueError):
-            found.append(json.loads(file.read_text()))
-    return found
+    return [cast(NodeUsage, sample) for file in sorted(endpoints.glob("usage-*.json")) if (sample := read_object(file))]
 
 
 def totals(nodes: Sequence[NodeUsage]) -> dict[str, float]:
@@ -195,8 +192,9 @@ def request_restart(endpoints: Path, above_bytes: float) -> str | None:
         if name.startswith("engine-") and process["proportional_bytes"] > above_bytes
     }
     for name in sorted(large, key=lambda name: -large[name]["proportional_bytes"]):
-        with suppress(OSError, ValueError, KeyError):
-            if json.loads((endpoints / f"{name}.json").read_text())["pid"] == large[name]["pid"]:
+        endpoint = Endpoint.read(endpoints / f"{name}.json")
+        if endpoint is not None and endpoint.pid == large[name]["pid"]:
+            with suppress(OSError):
                 (endpoints / f"{name}{RESTART_SUFFIX}").touch()
                 return name
     return None

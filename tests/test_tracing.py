@@ -15,6 +15,8 @@ from nemo_prorl.rollout.engine_load import EngineLoad
 from nemo_prorl.tracing import RECORDER, Recorder, answer, lanes, timeline
 from tests.test_formats import against  # the schemas' own checker
 
+READY = {"pid": 1, "state": "ready"}
+
 
 def part(process: str, *spans: tuple[str, float, float], pid: int = 1, **changed: Any) -> dict[str, Any]:
     found = [{"name": n, "cat": "phase", "begin": b, "end": e, "args": {}} for n, b, e in spans]
@@ -106,8 +108,8 @@ def test_a_step_s_trace_has_the_spans_of_services_and_of_all_ranks(tmp_path: Pat
     (tmp_path / "endpoints").mkdir()
     (tmp_path / "endpoints" / "token").write_text("t" * 16 + "\n")
     url = f"http://127.0.0.1:{server.server_port}"
-    (tmp_path / "endpoints" / "engine-0.json").write_text(json.dumps({"url": url, "kind": "engine"}))
-    (tmp_path / "endpoints" / "rewards-0.json").write_text(json.dumps({"url": url, "kind": "rewards"}))
+    (tmp_path / "endpoints" / "engine-0.json").write_text(json.dumps({**READY, "url": url, "kind": "engine"}))
+    (tmp_path / "endpoints" / "rewards-0.json").write_text(json.dumps({**READY, "url": url, "kind": "rewards"}))
     services = {"engine": 1, "rewards": 1}
     Service.asked.clear()
     left = tmp_path / "traces" / "step-2.parts"
@@ -143,7 +145,7 @@ def test_the_trace_of_a_step_is_written_before_the_next_one_is_recorded(tmp_path
     (tmp_path / "endpoints").mkdir()
     (tmp_path / "endpoints" / "token").write_text("t" * 16 + "\n")
     url = f"http://127.0.0.1:{server.server_port}"
-    (tmp_path / "endpoints" / "engine-0.json").write_text(json.dumps({"url": url, "kind": "engine"}))
+    (tmp_path / "endpoints" / "engine-0.json").write_text(json.dumps({**READY, "url": url, "kind": "engine"}))
     traces = StepTraces(tmp_path, [1, 2], rank=0, ranks=1, services={"engine": 1})
     with traces.step(1):
         pass

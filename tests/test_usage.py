@@ -14,6 +14,7 @@ import pytest
 
 from nemo_prorl.config import Config
 from nemo_prorl.deadlines import Deadline
+from nemo_prorl.files import write_json
 from nemo_prorl.launcher.peers import Place
 from nemo_prorl.launcher.processes import Child, MergedLog, stop_all
 from nemo_prorl.launcher.usage import UsageSampler
@@ -23,6 +24,8 @@ from nemo_prorl.rollout.rollouts import Rollouts
 from nemo_prorl.usage import GrowthWatch, growth, newest, request_restart, totals
 
 MB, GB = 10**6, 10**9
+
+ENGINE = {"kind": "engine", "url": "http://x", "state": "ready"}
 
 
 def node(sizes: dict[str, float], free: float = 100 * GB, host: str = "n0", pid: int = 7) -> Any:
@@ -178,7 +181,7 @@ class TestSamples:
 
     def test_the_largest_engine_is_restarted_one_at_a_time(self, tmp_path: Path) -> None:
         for k, pid in enumerate((7, 8, 7, 7)):  # the sample of engine-1 is of an earlier process
-            (tmp_path / f"engine-{k}.json").write_text(json.dumps({"pid": pid}))
+            write_json(tmp_path / f"engine-{k}.json", ENGINE | {"pid": pid})
         sizes: dict[str, float] = {
             "engine-0": 6 * GB,
             "engine-1": 9 * GB,
@@ -191,7 +194,7 @@ class TestSamples:
         assert [file.name for file in tmp_path.glob("*.restart")] == ["engine-3.restart"]
         assert request_restart(tmp_path, 5 * GB) is None  # until the supervisor has done it
         (tmp_path / "engine-3.restart").unlink()
-        (tmp_path / "engine-3.json").write_text(json.dumps({"pid": 9}))
+        write_json(tmp_path / "engine-3.json", ENGINE | {"pid": 9})
         assert request_restart(tmp_path, 5 * GB) == "engine-0"
         (tmp_path / "engine-0.restart").unlink()
         assert request_restart(tmp_path, 8 * GB) is None
@@ -203,7 +206,7 @@ def test_an_engine_that_is_large_from_its_start_is_an_alarm(tmp_path: Path) -> N
     rollouts._endpoints, rollouts._recycled = tmp_path, {}
     rollouts._records = SimpleNamespace(alarm=lambda step, what: alarms.append(f"{step}: {what}"))
     for step in (5, 40, 44):
-        (tmp_path / "engine-0.json").write_text(json.dumps({"pid": step}))
+        write_json(tmp_path / "engine-0.json", ENGINE | {"pid": step})
         (tmp_path / "usage-0.json").write_text(json.dumps(node({"engine-0": 3 * GB}, pid=step)))
         rollouts._recycle(step, 2.5)
         (tmp_path / "engine-0.restart").unlink()

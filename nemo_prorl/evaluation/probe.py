@@ -249,7 +249,7 @@ async def _work(
 ) -> float:
     """Sample and judge the responses of all sources; return the seconds of the sampling."""
     from nemo_prorl.evaluation.services import Services
-    from nemo_prorl.rollout.endpoints import read_token
+    from nemo_prorl.service import read_token
 
     try:
         async with (

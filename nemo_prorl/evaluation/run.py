@@ -203,7 +203,7 @@ async def _work(
     from nemo_prorl.evaluation.sampling import Work, plan
     from nemo_prorl.evaluation.services import Services
     from nemo_prorl.evaluation.sources import Endpoint, LocalEngines
-    from nemo_prorl.rollout.endpoints import read_token
+    from nemo_prorl.service import read_token
 
     source: ResponseSource
     if model.folder is None:

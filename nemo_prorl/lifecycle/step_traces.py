@@ -21,6 +21,7 @@ import httpx
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import DeadlineExceeded
 from nemo_prorl.files import write_json
+from nemo_prorl.service import Endpoint
 from nemo_prorl.tracing import RECORDER, timeline
 
 _log = logging.getLogger(__name__)
@@ -143,8 +144,10 @@ def _ask_one(endpoints: Path, token: str, record: bool, seconds: float, name: st
     The reply gets `wall_offset`: seconds by which the service's clock is ahead of this machine's.
     """
     try:
-        endpoint = json.loads((endpoints / f"{name}.json").read_text())
-        url, headers = endpoint["url"] + _PATHS[endpoint["kind"]], {"Authorization": f"Bearer {token}"}
+        endpoint = Endpoint.read(endpoints / f"{name}.json")
+        if endpoint is None:
+            return f"{name}.json: no such endpoint file"
+        url, headers = endpoint.url + _PATHS[endpoint.kind], {"Authorization": f"Bearer {token}"}
         began = time.time()
         with httpx.Client(headers=headers, timeout=seconds, trust_env=False) as client:
             reply = client.post(url, json={"record": record})

@@ -8,7 +8,6 @@ request whose deadline passes gets the verdict "infrastructure" (score None).  I
 """
 
 import asyncio
-import contextlib
 import itertools
 import json
 import logging
@@ -24,6 +23,7 @@ from nemo_prorl.deadlines import Deadline
 from nemo_prorl.rewards.connections import MAX_BODY
 from nemo_prorl.rewards.interface import Verdict, failed_verdict, read_verdict
 from nemo_prorl.rewards.retries import until_judged
+from nemo_prorl.service import Pause, endpoints_in
 
 _log = logging.getLogger(__name__)
 
@@ -71,12 +71,7 @@ class _Endpoint:
     open_requests: int = 0
     posted: list[list[_Waiting]] = field(default_factory=list)  # bundles whose replies have not ended
     answered_at: float = field(default_factory=time.monotonic)  # time of the last verdict
-    avoided_until: float = 0.0  # time on the loop's clock; after a failure other servers are preferred
-    failures: int = 0  # in a row
-
-    def failed(self, now: float) -> None:
-        self.failures += 1
-        self.avoided_until = max(self.avoided_until, now + min(5.0, 0.1 * 2.0 ** min(self.failures, 10)))
+    pause: Pause = field(default_factory=Pause)  # other servers are preferred meanwhile
 
 
 class _Refused(Exception):
@@ -102,11 +97,9 @@ class _Endpoints:
 
     def _read(self) -> None:
         known: dict[str, _Endpoint] = {}
-        for path in sorted(self._folder.glob("*.json")):
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # removed, or of another kind
-                obj = json.loads(path.read_text())
-                if obj["kind"] == "rewards" and obj["state"] == "ready":
-                    known[obj["url"]] = self._known.get(obj["url"]) or _Endpoint(obj["url"], path.stem)
+        for found in endpoints_in(self._folder):
+            if found.kind == "rewards" and found.ready:
+                known[found.url] = self._known.get(found.url) or _Endpoint(found.url, found.name)
         self._known = known
 
     def known(self) -> list[_Endpoint]:
@@ -121,9 +114,7 @@ class _Endpoints:
             self._read()
             self._read_at = now
         servers = self._known.values()
-        return min(
-            servers, key=lambda server: (max(0.0, server.avoided_until - now), server.open_requests), default=None
-        )
+        return min(servers, key=lambda server: (max(0.0, server.pause.until - now), server.open_requests), default=None)
 
 
 class RewardClient:
@@ -241,12 +232,12 @@ class RewardClient:
         The result is the verdict; None if no verdict arrived, so that the request is retried.  If the server rejects
         the POST as invalid, each request is sent again alone; a request that is rejected alone ends with _Refused.
         """
-        now = asyncio.get_running_loop().time()
+        now = time.monotonic()
         server = self._endpoints.choose(now)
         if server is None and now - self._warned_at >= _WARN_EVERY_S:
             self._warned_at = now
             _log.warning("%d reward requests wait for a reward server: %s", len(bundle), self._no_server)
-        if server is None or server.avoided_until > now:  # all servers failed recently: retry after the back-off
+        if server is None or not server.pause.over:  # all servers failed recently: retry after the back-off
             for waiting in bundle:
                 waiting.settle(None)
             return
@@ -256,7 +247,7 @@ class RewardClient:
         self.stats.posts += 1
         try:
             await self._exchange(server, bundle)
-            server.failures = 0
+            server.pause.failures = 0
         except _Refused as refused:
             _log.warning("reward server %s rejected a POST of %d requests: %s", server.url, len(bundle), refused)
             if len(bundle) == 1:
@@ -268,9 +259,9 @@ class RewardClient:
         except (aiohttp.ClientError, OSError, ValueError) as error:
             self.stats.connection_failures += 1
             self._last_error = f"reward server {server.url}: {type(error).__name__}: {error}"
-            server.failed(asyncio.get_running_loop().time())
-            if server.failures & (server.failures - 1) == 0:  # all open POSTs fail at once: log only 1, 2, 4, ...
-                _log.warning("%s (failure %d in a row; its requests are retried)", self._last_error, server.failures)
+            if server.pause.failed():
+                count = server.pause.failures
+                _log.warning("%s (failure %d in a row; its requests are retried)", self._last_error, count)
         finally:
             server.open_requests -= len(bundle)
             server.posted.remove(bundle)

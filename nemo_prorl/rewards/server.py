@@ -15,13 +15,11 @@ after it has finished the open requests.  Its workers end with it, even if it is
 import argparse
 import asyncio
 import contextlib
-import hmac
 import json
 import logging
 import os
 import signal
 import socket
-import stat
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -46,6 +44,7 @@ from nemo_prorl.rewards.options import add_server_arguments
 from nemo_prorl.rewards.pool import PluginPool
 from nemo_prorl.rewards.service import RewardService, plan_pools
 from nemo_prorl.schema import Constraint, Number
+from nemo_prorl.service import is_authorized, listening_socket, read_token
 
 _log = logging.getLogger(__name__)
 
@@ -137,7 +136,7 @@ class RewardApp:
     """The HTTP application of a service whose pools are started."""
 
     def __init__(self, service: RewardService, token: str, name: str = "rewards") -> None:
-        self.service, self.name, self._token = service, name, token.encode()
+        self.service, self.name, self._token = service, name, token
         self._metrics = CollectorRegistry()
         _PoolMetrics(service.pools, self._metrics)
         self.draining = False
@@ -151,8 +150,7 @@ class RewardApp:
         self.asgi = Starlette(routes=routes, exception_handlers=handlers)
 
     def _check_token(self, http: Request) -> None:
-        given = http.headers.get("authorization", "").encode()
-        if not hmac.compare_digest(given, b"Bearer " + self._token):
+        if not is_authorized(http.headers.get("authorization"), self._token):
             raise HTTPException(401, "Authorization: Bearer TOKEN is missing or wrong")
 
     async def health(self, http: Request) -> Response:
@@ -252,20 +250,6 @@ def _is_ours(path: Path | None, url: str) -> bool:
     return path is not None and (read_object(path) or {}).get("url") == url
 
 
-def read_token(path: Path) -> str:
-    """Return the token that clients must send.  Raises ConfigError if the file is missing or empty."""
-    try:
-        token = path.read_text().strip()
-    except OSError as error:
-        fix = "Fix: give the token file of a run, RUN/endpoints/token"
-        raise ConfigError(f"token file {path}: {error.strerror}. {fix}") from error
-    if not token:
-        raise ConfigError(f"token file {path} is empty; it must contain the run's token")
-    if stat.S_IMODE(path.stat().st_mode) & 0o077:
-        _log.warning("token file %s can be read by other users.  Fix: chmod 600 %s", path, path)
-    return token
-
-
 def _pidfd(pid: int | None) -> int | None:
     try:
         return None if pid is None else os.pidfd_open(pid)
@@ -292,10 +276,7 @@ async def serve(args: argparse.Namespace) -> int:
         ws="none",
         timeout_keep_alive=75,  # seconds; longer than a client keeps an idle connection, so that the client closes it
     )
-    listener = socket.create_server((args.host, args.port), backlog=1024)
-    # Without TCP_NODELAY a small reply waits 40 ms for an ACK.  asyncio sets it only on sockets created with
-    # IPPROTO_TCP.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    listener = listening_socket(args.host, args.port, backlog=1024)
     url = f"http://{args.public_host or args.host}:{listener.getsockname()[1]}"
     server = _UvicornServer(config, lambda: write_endpoint(args.endpoint_file, url, "ready"))
     loop, parent_fd = asyncio.get_running_loop(), _pidfd(args.parent_pid)

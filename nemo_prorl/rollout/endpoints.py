@@ -3,16 +3,14 @@
 import hashlib
 import json
 import math
-import stat
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from nemo_prorl.deadlines import Deadline
-from nemo_prorl.errors import ConfigError, EngineFailure, EngineRefused
+from nemo_prorl.errors import EngineFailure, EngineRefused
 
 # Errors of a connection, and of a reply that is not the expected JSON.
 _FAULTS = (aiohttp.ClientError, TimeoutError, ConnectionError, ValueError, TypeError)
@@ -62,16 +60,6 @@ def response_seed(run_seed: int, prompt_id: str, visit: int, sample: int) -> int
     """
     key = json.dumps([run_seed, prompt_id, visit, sample]).encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
-
-
-def read_token(path: str | Path) -> str:
-    """Return the run's access token from a file.  Raises ConfigError if the file is empty or others can read it."""
-    file = Path(path)
-    if file.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise ConfigError(f"{file}: other users can read this token file.  Fix: chmod 600 {file}")
-    if not (token := file.read_text(encoding="ascii").strip()):
-        raise ConfigError(f"{file}: expected the run's token; the file is empty")
-    return token
 
 
 class EngineClient:

@@ -6,7 +6,6 @@ are therefore requested again from any engine with the same seeds, and the resul
 
 import asyncio
 import contextlib
-import json
 import logging
 import math
 import time
@@ -25,12 +24,12 @@ from nemo_prorl.rollout.endpoints import EngineClient, Response, SamplingParams
 from nemo_prorl.rollout.engine.sleep import HELD_SUFFIX, HOLD_FILE
 from nemo_prorl.rollout.engine_load import EngineLoad
 from nemo_prorl.rollout.scheduling import spread
+from nemo_prorl.service import Pause, endpoints_in
 
 _log = logging.getLogger(__name__)
 
 _POLL_S = 0.1  # seconds between reads of the endpoint files while a request waits
 _SCAN_S = 1.0  # seconds between reads otherwise, because the files may be on a slow shared disk
-_MAX_BACKOFF_S = 5.0  # longest pause in seconds after an engine failed
 _LINE_BYTES = 1 << 24  # bytes of the longest response line
 
 
@@ -47,8 +46,7 @@ class _Slot:
     in_flight: int = 0  # open responses
     tokens: int = 0  # tokens that the engine has generated since its start, according to its last report
     progress_at: float = 0.0  # monotonic time of its last response or newly generated token
-    failures: int = 0  # consecutive
-    retry_at: float = 0.0  # monotonic time from which requests may be sent again
+    pause: Pause = field(default_factory=Pause)
     loading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def progressed(self, tokens: int | None = None) -> None:
@@ -131,19 +129,14 @@ class EnginePool:
         if time.monotonic() - self._scanned_at < max_age_s:
             return list(self._slots.values())
         session, found = self._session(), {}
-        for file in sorted(self.endpoints.glob("engine-*.json")):
-            try:
-                endpoint = json.loads(file.read_text(encoding="utf-8"))
-                name, url, pid = file.stem, str(endpoint["url"]), int(endpoint["pid"])
-                ready = endpoint["state"] == "ready"
-                weights_dir = Path(endpoint["weights_dir"]) if endpoint.get("weights_dir") else None
-            except (OSError, ValueError, KeyError, TypeError):
-                continue  # the file is incomplete or was just removed
-            old = self._slots.get(name)
-            if old is not None and (old.client.url, old.pid) == (url, pid):
-                found[name] = old
-            elif ready:
-                found[name] = _Slot(name, pid, EngineClient(session, url, self._token), weights_dir)
+        for endpoint in endpoints_in(self.endpoints, "engine-*.json"):
+            old = self._slots.get(endpoint.name)
+            if old is not None and (old.client.url, old.pid) == (endpoint.url, endpoint.pid):
+                found[endpoint.name] = old
+            elif endpoint.ready:
+                found[endpoint.name] = _Slot(
+                    endpoint.name, endpoint.pid, EngineClient(session, endpoint.url, self._token), endpoint.weights_dir
+                )
         self._slots, self._scanned_at = found, time.monotonic()
         return list(found.values())
 
@@ -263,8 +256,8 @@ class EnginePool:
 
         Responses that would exceed `max_in_flight` open responses per engine are in no share.
         """
-        now, remaining = time.monotonic(), iter(responses)
-        usable = [slot for slot in slots if slot.retry_at <= now]
+        remaining = iter(responses)
+        usable = [slot for slot in slots if slot.pause.over]
         counts = spread([slot.in_flight for slot in usable], len(responses), self.max_in_flight)
         return [_Share(slot, list(islice(remaining, n)), n) for slot, n in zip(usable, counts, strict=True) if n]
 
@@ -398,7 +391,7 @@ class EnginePool:
 
         Does nothing during the pause that follows a failure of the engine.
         """
-        if slot.retry_at > time.monotonic():
+        if not slot.pause.over:
             return
         try:
             await change()
@@ -407,16 +400,13 @@ class EnginePool:
             self._failed(slot, error)
 
     def _succeeded(self, slot: _Slot) -> None:
-        slot.failures, slot.retry_at = 0, 0.0
+        slot.pause.succeeded()
         self.load.answered(slot.name)
 
     def _failed(self, slot: _Slot, error: EngineFailure) -> None:
-        slot.failures += 1
-        slot.retry_at = time.monotonic() + min(_MAX_BACKOFF_S, 0.1 * 2.0 ** min(slot.failures, 10))
         self._last_failure[slot.name] = str(error)
-        # Log only failures 1, 2, 4, 8, ..., because all open requests of a dead engine fail at once.
-        if slot.failures & (slot.failures - 1) == 0:
-            _log.warning("%s failed (%d in a row): %s", slot.name, slot.failures, error)
+        if slot.pause.failed():
+            _log.warning("%s failed (%d in a row): %s", slot.name, slot.pause.failures, error)
         self.load.lost(slot.name)
 
     def _describe(self, slot: _Slot | None) -> str:

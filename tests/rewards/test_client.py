@@ -7,15 +7,17 @@ import re
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from aiohttp import web
 
 from nemo_prorl.deadlines import Deadline
-from nemo_prorl.rewards.client import ClientOptions, RewardClient, _Endpoint, _Endpoints, _Waiting, take_verdict
+from nemo_prorl.rewards.client import ClientOptions, RewardClient, _Endpoints, _Waiting, take_verdict
 from nemo_prorl.rewards.interface import Verdict
 from nemo_prorl.rewards.server import DEADLINE_HEADER
+from nemo_prorl.service import Pause
 from tests.rewards.conftest import StartServer, request_of
 from tests.rewards.test_server import http
 
@@ -91,19 +93,23 @@ def test_while_many_requests_come_few_posts_leave(plugins: Path, start_server: S
     with_client(tmp_path, steps)
 
 
-def test_a_server_whose_many_posts_all_fail_is_closed_off_for_seconds() -> None:
-    server = _Endpoint("http://x")
+def test_a_server_whose_many_posts_all_fail_is_closed_off_for_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 10.0
+    monkeypatch.setattr("nemo_prorl.service.time", SimpleNamespace(monotonic=lambda: now))
+    pause, logged = Pause(), []
     for k in range(2000):
-        server.failed(now=10.0 + 0.001 * k)
-    assert server.avoided_until == pytest.approx(17.0, abs=0.01)
-    server.failures = 0
-    server.failed(now=12.0)  # a late one opens nothing
-    assert server.avoided_until == pytest.approx(17.0, abs=0.01)
+        now = 10.0 + 0.001 * k
+        logged += [pause.failures] if pause.failed() else []
+    assert logged == [2**k for k in range(11)]
+    assert pause.until == pytest.approx(17.0, abs=0.01)
+    pause.failures, now = 0, 12.0
+    assert pause.failed()  # a late failure does not shorten the pause
+    assert (pause.until, pause.over) == (pytest.approx(17.0, abs=0.01), False)
 
 
 def test_of_the_ready_reward_servers_the_idlest_is_chosen(tmp_path: Path) -> None:
     def announce(name: str, **more: Any) -> None:
-        announced = {"kind": "rewards", "url": f"http://{name}", "state": "ready", **more}
+        announced = {"kind": "rewards", "url": f"http://{name}", "pid": 7, "state": "ready", **more}
         (tmp_path / f"{name}.json").write_text(json.dumps(announced))
 
     endpoints = _Endpoints(tmp_path)
@@ -123,9 +129,9 @@ def test_of_the_ready_reward_servers_the_idlest_is_chosen(tmp_path: Path) -> Non
     assert {first.name, second.name} == {"a", "b"}
     second.open_requests = 3
     assert endpoints.choose(0.3) is first
-    first.failed(0.3)  # for 0.2 s
+    first.pause.until = 0.5
     assert endpoints.choose(0.4) is second
-    second.failed(0.45)
+    second.pause.until = 0.65
     assert endpoints.choose(0.46) is first  # the first to end its back-off
     announce("a", state="stopped")
     assert endpoints.choose(0.55) is first  # not yet read again
@@ -319,7 +325,7 @@ def test_a_server_that_cannot_be_reached_is_counted_and_named(tmp_path: Path) ->
         assert re.search(r"last: reward server http://127.0.0.1:\d+: Client\w+Error: ", verdict["detail"])
         assert (client.stats.posts, client.stats.connection_failures) == (1, 1)
         (server_again,) = client._endpoints.known()
-        assert (server_again.failures, server_again.open_requests, server_again.posted) == (1, 0, [])
+        assert (server_again.pause.failures, server_again.open_requests, server_again.posted) == (1, 0, [])
 
     with_client(tmp_path, steps)
 
@@ -351,8 +357,8 @@ def test_a_server_that_answers_again_is_as_good_as_before(tmp_path: Path) -> Non
             (known,) = client._endpoints.known()
         assert [verdict["score"] for verdict in verdicts] == [1.0] * 3
         assert client.stats.connection_failures == 2
-        assert known.avoided_until > 0.0
-        assert (known.failures, known.open_requests, known.posted) == (0, 0, [])
+        assert known.pause.until > 0.0
+        assert (known.pause.failures, known.open_requests, known.posted) == (0, 0, [])
 
     with_client(tmp_path, steps)
 

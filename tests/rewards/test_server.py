@@ -29,8 +29,9 @@ from nemo_prorl.rewards import server
 from nemo_prorl.rewards.connections import MAX_BODY, allow_connections
 from nemo_prorl.rewards.discovery import discover
 from nemo_prorl.rewards.options import add_server_arguments
-from nemo_prorl.rewards.server import DEADLINE_HEADER, RewardApp, read_token
+from nemo_prorl.rewards.server import DEADLINE_HEADER, RewardApp
 from nemo_prorl.rewards.service import RewardService
+from nemo_prorl.service import read_token
 from tests.rewards.conftest import ROOT, RunningServer, StartServer, is_alive, request_of, wait_gone
 
 Capture = pytest.CaptureFixture[str]
@@ -247,9 +248,7 @@ def test_a_reply_has_the_form_that_is_asked_for(monkeypatch: pytest.MonkeyPatch)
     assert (full.status_code, full.json(), full.headers["Retry-After"]) == (429, {"error": "the queue is full"}, "1")
 
 
-def test_a_token_file_is_read_and_one_that_others_can_read_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_token_file_is_read_and_one_that_others_can_read_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "token"
     with pytest.raises(ConfigError, match="No such file"):
         read_token(file)
@@ -257,11 +256,12 @@ def test_a_token_file_is_read_and_one_that_others_can_read_is_told(
     with pytest.raises(ConfigError, match="is empty"):
         read_token(file)
     file.write_text("secret\n")
-    for mode, warnings in ((0o700, 0), (0o640, 1), (0o604, 1)):
+    file.chmod(0o700)
+    assert read_token(file) == "secret"
+    for mode in (0o640, 0o604):
         file.chmod(mode)
-        caplog.clear()
-        assert read_token(file) == "secret"
-        assert len(caplog.records) == warnings
+        with pytest.raises(ConfigError, match=f"other users can read it.  Fix: chmod 600 {file}"):
+            read_token(file)
 
 
 NONE = resource.RLIM_INFINITY
@@ -350,6 +350,7 @@ def test_a_server_that_is_stopped_while_its_workers_start_ends_at_once(tmp_path:
     wait = "import sys, time\nif 'worker' in sys.argv[0]:\n    time.sleep(60)\n"
     (tmp_path / "slow.py").write_text(wait + "def score(prompt, response, truth):\n    return 1.0\n")
     (tmp_path / "token").write_text("secret")
+    (tmp_path / "token").chmod(0o600)
     command = [sys.executable, "-m", "nemo_prorl.rewards.server", "--tasks", f"slow={tmp_path / 'slow.py'}:score"]
     server = RunningServer(
         subprocess.Popen([*command, "--token-file", str(tmp_path / "token")], cwd=ROOT), tmp_path / "endpoint"

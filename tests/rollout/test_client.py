@@ -17,6 +17,7 @@ from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import DeadlineExceeded, EngineRefused
 from nemo_prorl.rollout.endpoints import EngineClient, Response, SamplingParams
 from nemo_prorl.rollout.engines import EnginePool, _Slot
+from nemo_prorl.service import Pause
 
 SAMPLING = SamplingParams(max_tokens=4)
 Fault = Callable[["Fake", dict[str, Any], web.StreamResponse], Awaitable[bool]]
@@ -334,14 +335,14 @@ def test_an_engine_that_failed_is_back_with_its_first_answer(tmp_path: Path, cap
         request = asyncio.ensure_future(pool.generate([5], [1, 2], SAMPLING, Deadline(30, "a group"), seen.append))
         while not seen:
             await asyncio.sleep(0.01)
-        assert (pool.load._lost, pool._slots["engine-0"].failures) == (set(), 1)
+        assert (pool.load._lost, pool._slots["engine-0"].pause.failures) == (set(), 1)
         assert fake.hold is not None
         fake.hold.set()
         assert tokens(await request) == [[1, 2], [2, 2]]
-        assert (pool._slots["engine-0"].failures, pool._slots["engine-0"].retry_at) == (0, 0.0)
+        assert pool._slots["engine-0"].pause == Pause()
         fake.weight_faults = 1
         await pool.publish("file", 3, Deadline(30, "weights"))
-        assert (pool._slots["engine-0"].failures, pool._slots["engine-0"].retry_at) == (0, 0.0)
+        assert pool._slots["engine-0"].pause == Pause()
         failures = [r.message for r in caplog.records if r.name == "nemo_prorl.rollout.engines"]
         assert [message.split(": ")[0] for message in failures] == ["engine-0 failed (1 in a row)"] * 2
 

@@ -26,10 +26,11 @@ from nemo_prorl.rewards.canaries import CanarySchedule
 from nemo_prorl.rewards.discovery import Registry
 from nemo_prorl.rewards.interface import Canary, RewardPlugin, RewardRequest, RewardResult, Verdict
 from nemo_prorl.rollout.collector import WaitClock
-from nemo_prorl.rollout.endpoints import Response, read_token
+from nemo_prorl.rollout.endpoints import Response
 from nemo_prorl.rollout.engines import EnginePool
 from nemo_prorl.rollout.groups import Group, TaskTally
 from nemo_prorl.rollout.weights import WeightStore
+from nemo_prorl.service import read_token
 from tests.rollout.engines import EngineProcess
 from tests.rollout.simulated import EvenIsRight, Simulated, collected, collector_of, config, drawn, summary, verdict_on
 

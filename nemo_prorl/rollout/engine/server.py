@@ -36,11 +36,9 @@ import asyncio
 import contextlib
 import copy
 import gc
-import hmac
 import json
 import logging
 import os
-import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable
@@ -52,7 +50,6 @@ if not __package__:  # started by path: replace this folder, whose module names 
     sys.path[0] = ROOT
 
 from nemo_prorl import stacks  # noqa: E402
-from nemo_prorl.rollout.endpoints import read_token  # noqa: E402
 from nemo_prorl.rollout.engine.endpoint import UNPUBLISHED, remove_endpoint, served_file, write_endpoint  # noqa: E402
 from nemo_prorl.rollout.engine.guard import Guard  # noqa: E402
 from nemo_prorl.rollout.engine.requests import (  # noqa: E402
@@ -69,6 +66,7 @@ from nemo_prorl.rollout.engine.setup import is_cpu_build, limits_of, make_engine
 from nemo_prorl.rollout.engine.sleep import HELD_SUFFIX, EngineSleep, Refused, wait_while_held  # noqa: E402
 from nemo_prorl.rollout.engine.vllm_internals import kv_cache_peak  # noqa: E402
 from nemo_prorl.rollout.engine.weights import Shapes, UnfitWeights, check_fits, check_held, shapes_of_model  # noqa: E402
+from nemo_prorl.service import is_authorized, listening_socket, read_token  # noqa: E402
 from nemo_prorl.tracing import RECORDER, answer  # noqa: E402
 
 _log = logging.getLogger("nemo_prorl.rollout.engine.server")
@@ -351,8 +349,7 @@ def make_app(lifespan: Any, token: str) -> Any:
 
     async def call(request: Request) -> Any:
         server: EngineServer = app.state.server
-        given = request.headers.get("authorization", "").encode("latin-1")
-        if not hmac.compare_digest(given, f"Bearer {token}".encode()):
+        if not is_authorized(request.headers.get("authorization"), token):
             return refused(401, "expected the header Authorization: Bearer TOKEN with the run's token")
         try:
             if request.url.path == "/health":
@@ -410,9 +407,7 @@ def serve(args: argparse.Namespace, token: str, shapes: Shapes, guard: Guard) ->
     """Start the engine and serve until SIGTERM; return the exit status."""
     import uvicorn
 
-    sock = socket.create_server((args.host, args.port), backlog=4096)
-    # asyncio sets this option only for sockets created with IPPROTO_TCP.
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock = listening_socket(args.host, args.port, backlog=4096)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Any) -> AsyncIterator[None]:

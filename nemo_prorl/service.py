@@ -1,0 +1,102 @@
+"""What the services of a run (engines, reward servers) and their clients share: token, address, pause after a failure.
+
+A service writes an endpoint file once it is ready.  All services of a run need the token of the file endpoints/token.
+"""
+
+import hmac
+import socket
+import stat
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_prorl.errors import ConfigError
+from nemo_prorl.files import read_object
+
+_LONGEST_PAUSE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """The address of a service, from its endpoint file.
+
+    `kind`: engine or rewards.  `weights_dir`: folder of the weights on the engine's node; None: not stated.
+    """
+
+    name: str
+    kind: str
+    url: str
+    pid: int
+    ready: bool
+    weights_dir: Path | None = None
+
+    @classmethod
+    def read(cls, file: Path) -> "Endpoint | None":
+        """Return the content of an endpoint file; None if it is missing, incomplete, or of another kind."""
+        found = read_object(file) or {}
+        try:
+            weights_dir = Path(found["weights_dir"]) if found.get("weights_dir") else None
+            ready = found["state"] == "ready"
+            return cls(file.stem, str(found["kind"]), str(found["url"]), int(found["pid"]), ready, weights_dir)
+        except (KeyError, TypeError, ValueError):
+            return None
+
+
+def endpoints_in(folder: Path, pattern: str = "*.json") -> Iterator[Endpoint]:
+    """Return an iterator over the endpoints in a folder, by name."""
+    return filter(None, map(Endpoint.read, sorted(folder.glob(pattern))))
+
+
+@dataclass
+class Pause:
+    """A client's pause after failures of a server: 0.2 s after the first, doubled with each, at most 5 s."""
+
+    failures: int = 0  # in a row
+    until: float = 0.0  # on the monotonic clock; requests may be sent again then
+
+    @property
+    def over(self) -> bool:
+        return self.until <= time.monotonic()
+
+    def failed(self) -> bool:
+        """Record a failure; return whether to log it.
+
+        Only failures 1, 2, 4, 8, ... are logged, because all open requests of a dead server fail together.
+        """
+        self.failures += 1
+        pause_s = min(_LONGEST_PAUSE_S, 0.1 * 2.0 ** min(self.failures, 10))
+        self.until = max(self.until, time.monotonic() + pause_s)
+        return self.failures & (self.failures - 1) == 0
+
+    def succeeded(self) -> None:
+        self.failures, self.until = 0, 0.0
+
+
+def read_token(path: str | Path) -> str:
+    """Return a run's access token.  Raises ConfigError if the file is missing or empty, or if others can read it."""
+    file = Path(path)
+    try:
+        token, mode = file.read_text(encoding="ascii").strip(), file.stat().st_mode
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        fix = "Fix: give the token file of a run, RUN/endpoints/token"
+        raise ConfigError(f"token file {file}: {reason}.  {fix}") from error
+    if not token:
+        raise ConfigError(f"token file {file} is empty; it must contain the run's token")
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ConfigError(f"token file {file}: other users can read it.  Fix: chmod 600 {file}")
+    return token
+
+
+def is_authorized(header: str | None, token: str) -> bool:
+    """Return whether the header Authorization carries the token; the time of the answer does not depend on it."""
+    return hmac.compare_digest((header or "").encode("latin-1", "replace"), f"Bearer {token}".encode())
+
+
+def listening_socket(host: str, port: int, backlog: int) -> socket.socket:
+    """Return a listening TCP socket whose connections send small replies without delay."""
+    listener = socket.create_server((host, port), backlog=backlog)
+    # Without this option a small reply waits 40 ms for an ACK.  asyncio sets it only on sockets made with IPPROTO_TCP.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener

@@ -57,7 +57,9 @@ def padded_lists(groups: list[Group]) -> Batch:
         mask_BT[b, len(prompt) : lengths[b]] = True
         logp_BT[b, len(prompt) : lengths[b]] = torch.tensor(r.logprobs)
     ones_BT, zeros_B = torch.ones(shape), torch.zeros(len(rows))
-    return Batch(tokens_BT, mask_BT, torch.tensor(lengths), logp_BT, zeros_BT, zeros_BT, ones_BT, zeros_B)
+    return Batch(
+        tokens_BT, mask_BT, torch.tensor(lengths), logp_BT, zeros_BT, zeros_BT, ones_BT, zeros_B, mask_BT.sum(dim=1)
+    )
 
 
 def timed(work: Callable[[], Any]) -> tuple[Any, float]:

@@ -90,7 +90,8 @@ def _values(key: ConfigKey) -> str:
     rule = key.rule
     words = {"at least": rule.least, "above": rule.above, "at most": rule.most}
     bounds = ", ".join(f"{word} {bound:g}" for word, bound in words.items() if bound is not None)
-    return bounds or ", ".join(f"`{value}`" for value in dict.fromkeys(map(str, rule.choices)))
+    choices = [f"`{value}`" for value in dict.fromkeys(map(str, rule.choices))]
+    return bounds or ", ".join([*choices, *(["[a function of your own](../howto/own_loss.md)"] if rule.own else [])])
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ CLUSTER = "h100_4x8"  # default of cluster=...; matches the #SBATCH lines of slu
 # Overrides that are paths.  Relative paths are made absolute, because a container starts in another folder.
 _PATHS = re.compile(
     r"pretrained_checkpoint\.restore_from_path|data\.folder|data\.(train|validation)\.\d+\.path|rollout\.python"
-    r"|chain\.start_from|rewards\.functions\.[\w-]+"
+    r"|chain\.start_from|rewards\.functions\.[\w-]+|trainer\.grpo\.(loss|advantage)"
 )
 _OUTPUT = ("SLURM_LABELIO", "SLURM_UNBUFFEREDIO", "SLURM_STDOUTMODE")  # would change the output that `srun_step` parses
 _ON_EVENT_S = 120.0  # limit for the command in on_event, including srun's start of a container
@@ -227,6 +227,8 @@ def absolute(override: str) -> str:
         return override
     if key.endswith("restore_from_path") and value.count("/") == 1 and not os.path.exists(os.path.dirname(value)):
         return override  # a name on the Hugging Face hub, as `data.hub.model_folder` decides it
+    if key.startswith("trainer.grpo.") and ".py:" not in value:
+        return override  # the name of a function of this project, or of an installed package
     return f"{key}{equals}{os.path.abspath(value)}"
 
 

@@ -69,7 +69,8 @@ class Rows:
     def batch(self, width: int) -> "Batch":
         """Return the rows padded to `width` positions, which must be at least the longest row's length.
 
-        Advantages, old and reference log-probabilities are 0 until `Batch.with_targets` sets them.
+        Advantages, old and reference log-probabilities are 0, and each row is a group of its own, until
+        `Batch.with_targets` sets them.
         """
         shape = (len(self.valid_B), width)
         tokens_BT, mask_BT = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool)
@@ -90,6 +91,7 @@ class Rows:
             ref_logp_BT=zeros_BT,
             weight_BT=torch.ones(shape),
             advantage_B=torch.zeros(shape[0]),
+            group_tokens_B=mask_BT.sum(dim=1),
         )
 
 
@@ -105,6 +107,7 @@ class Batch:
     ref_logp_BT: Tensor  # the reference policy's log-probabilities
     weight_BT: Tensor  # float32, weight of each token in the loss, from `algorithms.correction`
     advantage_B: Tensor  # float32
+    group_tokens_B: Tensor  # int64, response tokens to train on in the whole group of each response
 
     @classmethod
     def from_sequences(
@@ -218,6 +221,11 @@ class JudgedGroups:
         """Return for each task a bool [G, N] mask of its responses that have a reward."""
         task_GN = self.task_B.reshape(self.valid_GN.shape)
         return {task: self.valid_GN & (task_GN == index) for index, task in enumerate(self.tasks)}
+
+    def group_tokens_B(self) -> Tensor:
+        """Return for each response the number of tokens to train on in its group: int64."""
+        tokens_G = (self.length_GN * self.valid_GN).sum(dim=1)
+        return tokens_G[:, None].expand_as(self.length_GN).reshape(-1)
 
     def longest_GN(self, context_tokens: int, max_response_tokens: int | None) -> Tensor:
         """Return the maximum number of tokens of each response: int64 [G, N], at least 1."""

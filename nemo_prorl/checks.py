@@ -21,6 +21,7 @@ from nemo_prorl.config import RESET_RULES, ConfigKey, SchedKeys, all_keys
 from nemo_prorl.data.hf_config import model_keys
 from nemo_prorl.data.prepared import GENERATORS
 from nemo_prorl.errors import ConfigError
+from nemo_prorl.own_functions import check_place, is_place
 from nemo_prorl.rollout.engine.vllm_internals import CPU_HEAD_SIZES
 from nemo_prorl.sizing.memory import device_bytes
 from nemo_prorl.sizing.memory_check import check_memory
@@ -72,10 +73,7 @@ def _check_value(name: str, value: Any, key: ConfigKey) -> None:
     if value is None and key.optional:
         return
     if rule.choices:
-        items = value if OmegaConf.is_list(value) else [value]
-        if any(item not in rule.choices or isinstance(item, bool) for item in items):
-            known = dict.fromkeys([*(["null"] if key.optional else []), *map(str, rule.choices)])
-            raise _wrong(name, value, f"expected one of {', '.join(known)}")
+        _check_choice(name, value, key)
     for bound, word, is_within in (
         (rule.least, "at least", operator.ge),
         (rule.above, "above", operator.gt),
@@ -89,6 +87,17 @@ def _check_value(name: str, value: Any, key: ConfigKey) -> None:
             raise _wrong(name, value, f"expected a finite number, {word} {bound:g}")
         if not is_within(value, bound):
             raise _wrong(name, value, f"expected a number {word} {bound:g}{_HINTS.get(name, '')}")
+
+
+def _check_choice(name: str, value: Any, key: ConfigKey) -> None:
+    rule = key.rule
+    for item in value if OmegaConf.is_list(value) else [value]:
+        if rule.own and is_place(item):
+            check_place(item, name)
+        elif item not in rule.choices or isinstance(item, bool):
+            known = dict.fromkeys([*(["null"] if key.optional else []), *map(str, rule.choices)])
+            own = ", or a function of your own: FILE.py:FUNCTION or MODULE:FUNCTION" if rule.own else ""
+            raise _wrong(name, value, f"expected one of {', '.join(known)}{own}")
 
 
 def _pairs(cfg: DictConfig) -> None:
@@ -263,6 +272,16 @@ def _batch(cfg: DictConfig) -> None:
             f"expected at least 2; trainer.grpo.advantage={grpo.advantage} compares the responses to one prompt, so"
             " with a single response every advantage is 0",
         )
+    if grpo.advantage == "maxrl":
+        for key in ("unfinished_penalty", "shaping.overlong_tokens", "shaping.cosine"):
+            if value := OmegaConf.select(grpo, key):
+                off = "false" if value is True else "0"
+                raise _wrong(
+                    f"trainer.grpo.{key}",
+                    value,
+                    f"expected {off}: trainer.grpo.advantage=maxrl divides by the mean reward of a group, which such a"
+                    f" reward may make negative. Fix: trainer.grpo.{key}={off}",
+                )
     correction = grpo.correction
     if correction.floor > correction.cap:
         why = f"expected at most trainer.grpo.correction.cap={correction.cap}"

@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nemo_prorl import __version__
 from nemo_prorl.errors import ConfigError, ProrlError, UnfitMachine, disk_full
@@ -120,6 +120,12 @@ def _parser() -> argparse.ArgumentParser:
     export_hf.add_argument("out", metavar="OUT", type=Path, help="new folder for the model")
     which = "checkpoint of a run directory: newest, best or a step number (default: newest)"
     export_hf.add_argument("--checkpoint", metavar="WHICH", dest="which", default="newest", help=which)
+
+    text = "try a loss or an advantage, by name or of your own, on the properties that training relies on"
+    check = _add(commands, "check-function", _check_function, text)
+    check.add_argument("kind", choices=("loss", "advantage"), help="the key below trainer.grpo that would name it")
+    check.add_argument("place", metavar="FUNCTION", help="a name, FILE.py:FUNCTION, or MODULE:FUNCTION")
+    _add_overrides(check)
 
     _add_parts(commands)
     return parser
@@ -261,6 +267,22 @@ def _status(arguments: argparse.Namespace) -> None:
     from nemo_prorl.report import status
 
     sys.stdout.write(status.status(arguments.run_dir, arguments.json))
+
+
+def _check_function(arguments: argparse.Namespace) -> int:
+    from omegaconf import OmegaConf
+
+    from nemo_prorl import settings
+    from nemo_prorl.algorithms import properties
+
+    kind, place = arguments.kind, arguments.place
+    cfg: Any = OmegaConf.to_object(settings.load([*arguments.overrides, f"trainer.grpo.{kind}={place}"]))
+    checks = len(properties.LOSS_CHECKS if kind == "loss" else properties.ADVANTAGE_CHECKS)
+    faults = list(properties.failures(kind, getattr(cfg.trainer.grpo, kind), cfg.trainer.grpo))
+    for fault in faults:
+        sys.stdout.write(f"{fault}\n")
+    sys.stdout.write(f"{kind} {place}: {checks - len(faults)} of {checks} properties hold\n")
+    return 1 if faults else 0
 
 
 def _import_hf(arguments: argparse.Namespace) -> None:

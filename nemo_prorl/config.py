@@ -25,6 +25,7 @@ class KeyRule:
     above: float | None = None  # exclusive lower bound
     most: float | None = None  # highest allowed value
     choices: tuple[Any, ...] = ()
+    own: bool = False  # besides `choices`, a function of the user: FILE.py:FUNCTION or MODULE:FUNCTION
     may_change: bool = False  # a continued run may change the key; for a mapping, also every key below it
     described: Any = None  # for a mapping: a dataclass whose fields describe some of its keys
 
@@ -116,12 +117,16 @@ class GRPOConfig:
     advantage: str = key(
         "group_norm",
         "estimator of advantages: baseline and scale",
-        choices=("group_norm", "leave_one_out", "reinforce_pp_baseline"),
+        choices=("group_norm", "leave_one_out", "reinforce_pp_baseline", "mean_only", "maxrl"),
+        own=True,
+    )
+    loss: str = key(
+        "clip", "objective of each token that the loss maximizes", choices=("clip", "cispo", "gspo", "dppo"), own=True
     )
     aggregation: str = key(
         "token",
-        "terms that the loss averages over: tokens, responses, or a constant per response (Dr. GRPO)",
-        choices=("token", "sequence", "constant"),
+        "terms that the loss averages over: tokens, responses, a constant per response (Dr. GRPO), or prompts",
+        choices=("token", "sequence", "constant", "prompt"),
     )
     clip_low: float = key(0.2, "lower clip range: the probability ratio is clipped at 1 - clip_low", above=0, most=1)
     clip_high: float = key(0.4, "upper clip range: the probability ratio is clipped at 1 + clip_high", above=0)

@@ -30,6 +30,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from nemo_prorl import own_functions
 from nemo_prorl.checks import check, check_heads, check_shape, pretrained_config, pretrained_name
 from nemo_prorl.config import MISSING, Config, DataSource, all_keys
 from nemo_prorl.data.hf_config import model_keys
@@ -94,10 +95,7 @@ def load(overrides: list[str], config_file: Path | None = None, need_weights: bo
         raise ConfigError(f"{error.full_key}: the interpolation cannot be resolved: {first_line(error)}") from error
     if missing:
         raise ConfigError(f"{missing[0]} must be given: prorl train {missing[0]}=...")
-    if cfg.chain.start_from is not None:
-        cfg.chain.start_from = str(Path(cfg.chain.start_from).absolute())
-    for task, place in cfg.rewards.functions.items():
-        cfg.rewards.functions[task] = absolute(place)  # workers run elsewhere
+    _make_absolute(cfg)
     cfg.rollout.python = rollout_python(cfg.rollout.python)
     if cfg.rollout.dtype is None:
         # An engine in bf16 beside a trainer in float32 would miss updates that are smaller than bf16's spacing.
@@ -133,6 +131,16 @@ def load_run(overrides: list[str], config_file: Path | None = None, need_files: 
     if need_files:
         check_data(cfg)
     return cfg
+
+
+def _make_absolute(cfg: DictConfig) -> None:
+    """Make the paths of the user's files absolute, because ranks and workers may run in another folder."""
+    if cfg.chain.start_from is not None:
+        cfg.chain.start_from = str(Path(cfg.chain.start_from).absolute())
+    for task, place in cfg.rewards.functions.items():
+        cfg.rewards.functions[task] = absolute(place)
+    for name in ("loss", "advantage"):
+        cfg.trainer.grpo[name] = own_functions.absolute(cfg.trainer.grpo[name])
 
 
 def resolved_yaml(cfg: DictConfig) -> str:

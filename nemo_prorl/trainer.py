@@ -243,7 +243,11 @@ class Trainer:
             weight_BT, corrected = rollout_correction(old_logp_BT, batch.engine_logp_BT, batch.mask_BT, cfg.correction)
             metrics.add("correction", policy.data_ranks.reduce(corrected))
             batch = batch.with_targets(
-                old_logp_BT=old_logp_BT, ref_logp_BT=ref_logp_BT, advantage_B=advantage_B, weight_BT=weight_BT
+                old_logp_BT=old_logp_BT,
+                ref_logp_BT=ref_logp_BT,
+                advantage_B=advantage_B,
+                weight_BT=weight_BT,
+                group_tokens_B=groups.group_tokens_B()[row_B],
             )
             self.report_gaps(metrics, batch, entropy_BT, groups.version_B[row_B])
 
@@ -319,7 +323,8 @@ class Trainer:
 
 def update(policy: Any, minibatch: Batch, config: GRPOConfig, metrics: Metrics) -> None:
     """Make one optimizer step on this rank's rows of a mini-batch."""
-    share = denominator_terms(minibatch.mask_BT, config.aggregation, float(config.context_tokens))
+    constant = float(config.context_tokens)
+    share = denominator_terms(minibatch.mask_BT, config.aggregation, constant, minibatch.group_tokens_B)
     denominator = policy.data_ranks.sum(float(share))
     if denominator > 0:  # 0 if no rank has a token to train on
         loss, with_entropy = partial(policy_loss, config=config), config.entropy_coef != 0.0
@@ -364,6 +369,7 @@ def policy_loss(
         denominator,
         config,
         entropy_BT,
+        micro.group_tokens_B,
     )
     diagnostics = policy_diagnostics(logp_BT, micro.old_logp_BT, micro.advantage_B, micro.mask_BT, config)
     return loss, {**diagnostics, **sums}

@@ -82,12 +82,15 @@ def _loss(cfg: DictConfig, _: Path) -> Any:
     batch = Batch.from_sequences([[1], [1]], [[2, 3, 4], [5]], [[-1.0, -2.0, -1.5], [-0.5]])
     ref_logp_BT = torch.where(batch.mask_BT, batch.engine_logp_BT - 0.7, 0.0)
     batch = batch.with_targets(
-        old_logp_BT=batch.engine_logp_BT, ref_logp_BT=ref_logp_BT, advantage_B=torch.tensor([1.0, -0.5])
+        old_logp_BT=batch.engine_logp_BT,
+        ref_logp_BT=ref_logp_BT,
+        advantage_B=torch.tensor([1.0, -0.5]),
+        group_tokens_B=torch.tensor([4, 4]),
     )
     found = []
 
     def run(minibatch: Batch, loss: Callable[..., Any], denominator: float, with_entropy: bool) -> dict[str, float]:
-        logp_BT = (minibatch.old_logp_BT + 0.05).requires_grad_()
+        logp_BT = (minibatch.old_logp_BT + torch.linspace(0.1, 0.8, minibatch.old_logp_BT.shape[1])).requires_grad_()
         value, sums = loss(logp_BT, None, minibatch, denominator)
         value.backward()
         assert logp_BT.grad is not None
@@ -228,6 +231,7 @@ EFFECTS: dict[str, Callable[[DictConfig, Path], Any]] = {
     "trainer.precision": _precision,
     "trainer.grpo.advantage": _advantages,
     "trainer.grpo.aggregation": _loss,
+    "trainer.grpo.loss": _loss,
     "trainer.grpo.kl_estimator": _loss,
     "trainer.grpo.correction.kind": _correction,
     "trainer.resets.mode": _mode,

@@ -4,15 +4,18 @@ Imports torch and the standard library only.  "paper" is "Scaling Up RL" (arXiv 
 
 | formula | where | source |
 |---|---|---|
-| advantage, (R - mean) / std of a group | `advantages.group_advantages`, group_norm | paper eq. 2 |
-| advantage, leave-one-out baseline | `advantages.group_advantages`, leave_one_out | RLOO, arXiv 2402.14740 |
-| advantage, group mean and batch-wide std | `advantages.group_advantages`, reinforce_pp_baseline | arXiv 2501.03262 |
-| ratio of new to old policy, per token | `losses.token_ratio` | paper sec. 3.1 |
-| clipped surrogate, two bounds | `losses.clipped_surrogate` | paper eq. 1, 3 |
-| dual clip | `losses.clipped_surrogate` | arXiv 1912.09729 eq. 5 |
+| advantage, (R - mean) / std of a group | `advantages.group_norm` | paper eq. 2 |
+| advantage, leave-one-out baseline | `advantages.leave_one_out` | RLOO, arXiv 2402.14740 |
+| advantage, group mean and batch-wide std | `advantages.reinforce_pp_baseline` | arXiv 2501.03262 |
+| advantage, difference to the mean | `advantages.mean_only` | Dr. GRPO, arXiv 2503.20783 |
+| advantage, (R - mean) / mean | `advantages.maxrl` | arXiv 2602.02710 |
+| ratio of new to old policy, per token | `objectives.token_ratio` | paper sec. 3.1 |
+| clipped surrogate, two bounds | `objectives.clip` | paper eq. 1, 3 |
+| dual clip | `objectives.clipped_surrogate` | arXiv 1912.09729 eq. 5 |
+| other objectives of a token | `objectives.cispo`, `gspo`, `dppo` | arXiv 2506.13585, 2507.18071, 2602.04879 |
 | KL to the reference: k1, k2, k3 | `losses.kl_estimate` | k3: paper eq. 5; k1, k2: Schulman 2020 |
 | whole loss | `losses.grpo_loss` | paper eq. 4 |
-| its global denominator | `losses.denominator_terms` | DAPO, arXiv 2503.14476; Dr. GRPO, arXiv 2503.20783 |
+| its global denominator | `losses.denominator_terms` | arXiv 2503.14476, 2503.20783; prompt: 2510.13786 |
 | log-softmax(hidden W^T / T) at the target, entropy | `logprobs.chunked_logprobs` | paper sec. 5.1 (temperature) |
 | trainer/engine importance weights | `correction.rollout_correction` | TIS, IcePop, sequence mask: see there |
 | dynamic sampling | `dynamic_sampling.carries_signal`, `dynamic_sampling.DynamicSampler` | paper sec. 3.3 |

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from nemo_prorl.algorithms.diagnostics import gap_statistics
-from nemo_prorl.algorithms.losses import MAX_LOG_RATIO, kl_estimate
+from nemo_prorl.algorithms.losses import kl_estimate
+from nemo_prorl.algorithms.objectives import MAX_LOG_RATIO
 from nemo_prorl.config import CorrectionConfig
 
 

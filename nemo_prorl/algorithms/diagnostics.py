@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from nemo_prorl.algorithms.losses import kl_estimate, token_ratio
+from nemo_prorl.algorithms.losses import kl_estimate
+from nemo_prorl.algorithms.objectives import token_ratio
 from nemo_prorl.config import GRPOConfig
 
 _QUARTERS = 4

@@ -1,37 +1,14 @@
 """The policy loss of one micro-batch (paper eq. 1, 3, 4, 5).  Suffixes: B responses, T token positions.
 
-A new variant needs a key in `config.GRPOConfig`, its term here, and its statistics in `diagnostics.policy_diagnostics`.
-
-Signs: the surrogate is an objective (higher is better); `grpo_loss` returns a loss (lower is better).
+The objective of each token comes from `objectives`, by name.  Signs: an objective is better if it is higher;
+`grpo_loss` returns a loss (lower is better).
 """
 
 import torch
 from torch import Tensor
 
+from nemo_prorl.algorithms.objectives import MAX_LOG_RATIO, OBJECTIVES
 from nemo_prorl.config import GRPOConfig
-
-MAX_LOG_RATIO = 20.0  # exp(20) is 4.9e8: far outside any clip range, and sums of it stay finite in float32
-
-
-def token_ratio(logp_BT: Tensor, old_logp_BT: Tensor) -> Tensor:
-    """Return pi_theta / pi_old of each token, in the dtype of the arguments.
-
-    The ratio is clamped at exp(20).  Above the clamp the gradient is 0; without it, the gradient would be inf or nan.
-    """
-    return (logp_BT - old_logp_BT).clamp(max=MAX_LOG_RATIO).exp()
-
-
-def clipped_surrogate(ratio_BT: Tensor, advantage_BT: Tensor, config: GRPOConfig) -> Tensor:
-    """Return min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) of each token (paper eq. 1, 3): an objective.
-
-    With `dual_clip` c, a token of negative advantage never counts for less than c A (arXiv 1912.09729, eq. 5).
-    """
-    clipped_BT = ratio_BT.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
-    objective_BT = torch.minimum(ratio_BT * advantage_BT, clipped_BT * advantage_BT)
-    if config.dual_clip is None:
-        return objective_BT
-    bounded_BT = torch.maximum(objective_BT, config.dual_clip * advantage_BT)
-    return torch.where(advantage_BT < 0, bounded_BT, objective_BT)
 
 
 def kl_estimate(logp: Tensor, other_logp: Tensor, estimator: str) -> Tensor:
@@ -60,7 +37,9 @@ def kl_estimate(logp: Tensor, other_logp: Tensor, estimator: str) -> Tensor:
     raise ValueError(f"KL estimator {estimator!r}: expected k1, k2 or k3")
 
 
-def denominator_terms(mask_BT: Tensor, aggregation: str, constant: float = 1.0) -> Tensor:
+def denominator_terms(
+    mask_BT: Tensor, aggregation: str, constant: float = 1.0, group_tokens_B: Tensor | None = None
+) -> Tensor:
     """Return what these responses add to the global denominator of an optimizer step.
 
     The denominator is the sum of these terms over all micro-batches and ranks.
@@ -69,8 +48,10 @@ def denominator_terms(mask_BT: Tensor, aggregation: str, constant: float = 1.0) 
         mask_BT: bool, the response tokens that count.
         aggregation: `token`: number of tokens that count (DAPO, arXiv 2503.14476).  `sequence`: number of responses
             with a token that counts (GRPO's mean of means).  `constant`: the argument `constant` times this number of
-            responses (Dr. GRPO, arXiv 2503.20783, where `constant` is the generation budget in tokens).
+            responses (Dr. GRPO, arXiv 2503.20783, where `constant` is the generation budget in tokens).  `prompt`:
+            number of prompts (ScaleRL, arXiv 2510.13786): each response adds its share of its group's tokens.
         constant: tokens per response, for `constant` only.
+        group_tokens_B: tokens that count in the whole group of each response, for `prompt` only.
 
     Returns:
         A float64 scalar tensor on the mask's device: NCCL and gloo sum it exactly.
@@ -82,10 +63,17 @@ def denominator_terms(mask_BT: Tensor, aggregation: str, constant: float = 1.0) 
         return responses
     if aggregation == "constant":
         return responses * constant
-    raise ValueError(f"aggregation {aggregation!r}: expected token, sequence or constant")
+    if aggregation == "prompt":
+        return _share_B1(mask_BT.sum(dim=-1, keepdim=True).double(), group_tokens_B).sum()
+    raise ValueError(f"aggregation {aggregation!r}: expected token, sequence, constant or prompt")
 
 
-def aggregate(value_BT: Tensor, mask_BT: Tensor, aggregation: str) -> Tensor:
+def _share_B1(value_B1: Tensor, group_tokens_B: Tensor | None) -> Tensor:
+    assert group_tokens_B is not None
+    return value_B1 / group_tokens_B.clamp(min=1)[:, None]
+
+
+def aggregate(value_BT: Tensor, mask_BT: Tensor, aggregation: str, group_tokens_B: Tensor | None = None) -> Tensor:
     """Return the numerator that belongs to `denominator_terms`: the sum over tokens, or over the means of responses.
 
     `value_BT` must be 0 where the mask is False.
@@ -93,10 +81,12 @@ def aggregate(value_BT: Tensor, mask_BT: Tensor, aggregation: str) -> Tensor:
     if aggregation == "sequence":
         length_B = mask_BT.sum(dim=-1).clamp(min=1)
         return (value_BT.sum(dim=-1) / length_B).sum()
+    if aggregation == "prompt":
+        return _share_B1(value_BT.sum(dim=-1, keepdim=True), group_tokens_B).sum()
     return value_BT.sum()
 
 
-def grpo_loss(
+def grpo_loss(  # noqa: PLR0913  # one argument for each tensor of the batch
     logp_BT: Tensor,
     old_logp_BT: Tensor,
     ref_logp_BT: Tensor,
@@ -106,10 +96,11 @@ def grpo_loss(
     denominator: Tensor | float,
     config: GRPOConfig,
     entropy_BT: Tensor | None = None,
+    group_tokens_B: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the share of a micro-batch in the loss of an optimizer step; shares add up over micro-batches and ranks.
 
-    loss = sum of (-weight * surrogate + kl_coef * KL(pi_theta || pi_ref) - entropy_coef * entropy) / denominator
+    loss = sum of (-weight * objective + kl_coef * KL(pi_theta || pi_ref) - entropy_coef * entropy) / denominator
 
     (paper eq. 4 with the sign of a loss; the sum is `aggregate`'s).  All terms have the same denominator.  The weight
     corrects the sampling distribution of the surrogate only; a token of weight 0 still counts in the denominator.
@@ -125,8 +116,9 @@ def grpo_loss(
         mask_BT: bool, the response tokens that count.
         weight_BT: weights from `correction.rollout_correction`; None means 1 everywhere.
         denominator: sum of `denominator_terms` over the whole optimizer step, all ranks; above 0.
-        config: `clip_*`, `dual_clip`, `kl_*`, `entropy_coef` and `aggregation` are used.
+        config: `loss`, `clip_*`, `dual_clip`, `kl_*`, `entropy_coef` and `aggregation` are used.
         entropy_BT: entropy of each token's distribution; needed when entropy_coef is not 0, else only reported.
+        group_tokens_B: tokens that count in the whole group of each response; needed for aggregation `prompt`.
 
     All floating inputs are converted to float32 (float64 if logp is float64); only logp and entropy have gradients.
 
@@ -143,7 +135,10 @@ def grpo_loss(
         return torch.where(mask_BT, value.to(dtype), 0.0)
 
     logp, old_logp = masked(logp_BT), masked(old_logp_BT.detach())
-    surrogate = clipped_surrogate(token_ratio(logp, old_logp), masked(advantage_B.detach()[:, None]), config)
+    advantage = masked(advantage_B.detach()[:, None])
+    surrogate = OBJECTIVES[config.loss](logp, old_logp, advantage, mask_BT, config)
+    OBJECTIVES.check_shape(config.loss, surrogate.shape, logp.shape)
+    surrogate = masked(surrogate)
     weight = masked(torch.ones_like(logp) if weight_BT is None else weight_BT.detach())
     loss_BT = -weight * surrogate
     ref_logp = masked(ref_logp_BT.detach())
@@ -156,7 +151,7 @@ def grpo_loss(
         loss_BT = loss_BT - config.entropy_coef * entropy
 
     divisor = torch.as_tensor(denominator, dtype=dtype, device=logp.device)
-    loss = aggregate(loss_BT, mask_BT, config.aggregation) / divisor
+    loss = aggregate(loss_BT, mask_BT, config.aggregation, group_tokens_B) / divisor
 
     sums = {"loss": loss, "surrogate": surrogate, "kl": kl, "weight": weight, "nonfinite": nonfinite, "tokens": mask_BT}
     if entropy_BT is not None:

@@ -104,7 +104,8 @@ class Checkpoints:
         )  # only rank 0 reads it: a slow shared disk may show other ranks older files
         self._saved: object = None  # key of the newest checkpoint
         code_sha256()  # hash of the running code: the files may change later
-        self._functions = files_sha256(cfg.rewards.functions)
+        own = {"loss": cfg.trainer.grpo.loss, "advantage": cfg.trainer.grpo.advantage}
+        self._functions = files_sha256({**cfg.rewards.functions, **own})
 
     # --- resume and start of a stage -----------------------------------------------------------------------------
 
@@ -138,7 +139,7 @@ class Checkpoints:
         for file, digest in state.get("functions", {}).items():
             if self._functions.get(file, digest) != digest:
                 self._records.alarm(
-                    state["step"], f"{file} was changed after the checkpoint: later rewards follow another rule"
+                    state["step"], f"{file} was changed after the checkpoint: later steps follow another rule"
                 )
 
     def tell_damaged(self, step: int) -> None:

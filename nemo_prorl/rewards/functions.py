@@ -12,9 +12,7 @@ time budget of a plugin.  Several functions with weights give their weighted mea
     rewards.functions.units=units.py:score*0.9 + units.py:short*0.1
 """
 
-import difflib
 import hashlib
-import importlib.util
 import inspect
 import math
 import os
@@ -26,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from nemo_prorl.errors import ConfigError
+from nemo_prorl.own_functions import MODULE, function_in, module_of
 from nemo_prorl.rewards.interface import RewardPlugin, RewardRequest, RewardResult, WrongValue, no_answer
 
 _PARAMETERS = 3  # prompt, response, truth
 _AND = " + "  # between the functions of a task
-_MODULE = "reward_function_"  # beginning of the names of modules made from the user's files
 _FUNCTION = re.compile(r"(?P<file>.+\.py):(?P<function>\w+)(\*(?P<weight>[\d.]+))?")
 _TASK = re.compile(r"([\w.-]+)=(.+)")
 
@@ -56,7 +54,7 @@ def place_of(function: Callable[..., Any], key: str) -> str:
     module = sys.modules.get(home)
     file = getattr(module, "__file__", None) or ""
     own = f"def {name if name.isidentifier() else 'score'}(prompt, response, truth)"
-    if home.startswith(_MODULE):
+    if home.startswith(MODULE):
         fault, fix = f"{file} starts a run while workers import it", 'start the run below `if __name__ == "__main__":`'
     elif getattr(module, name, None) is not function:
         fault = "expected a function at the top level of a file; got a lambda, a method, a nested or a changed function"
@@ -161,39 +159,12 @@ def _function(place: str, key: str) -> tuple[Callable[..., Any], float]:
     """Return the function that FILE.py:FUNCTION*WEIGHT names, and its weight (default: 1)."""
     match = _FUNCTION.fullmatch(place)
     assert match is not None, place
-    module = _module(Path(match["file"]), key)
-    if not callable(found := getattr(module, match["function"], None)):
-        known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        near = difflib.get_close_matches(match["function"], known, n=1)
-        meant = f". Did you mean {near[0]}?" if near else f"; expected one of: {', '.join(known) or 'none is there'}"
-        raise ConfigError(f"{key}: the file has no function {match['function']}{meant}")
+    function = function_in(module_of(Path(match["file"]), key), match["function"], key)
     try:
-        inspect.signature(found).bind(*range(_PARAMETERS))
+        inspect.signature(function).bind(*range(_PARAMETERS))
         weight = float(match["weight"] or 1.0)
     except TypeError as error:
         raise ConfigError(f"{key}: expected a function of (prompt, response, truth): {error}") from error
     except ValueError as error:
         raise ConfigError(f"{key}: expected a number as weight; got {match['weight']}") from error
-    return found, weight
-
-
-def _module(file: Path, key: str) -> Any:
-    """Import the user's file as a separate module.  Raises ConfigError, which names `key`, if the import fails.
-
-    The folder of the file is added to sys.path, so that the file may import other files of the folder.
-    """
-    if not file.is_file():
-        raise ConfigError(f"{key}: there is no file {file}")
-    known = _MODULE + re.sub(r"\W", "_", str(file.absolute().with_suffix("")))
-    spec = importlib.util.spec_from_file_location(known, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[known] = module
-    if (folder := str(file.absolute().parent)) not in sys.path:
-        sys.path.append(folder)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ConfigError(f"{key}: the file cannot be imported: {type(error).__name__}: {error}") from error
-    return module
+    return function, weight

@@ -7,14 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_prorl.algorithms.advantages import group_advantages
+from nemo_prorl.algorithms.advantages import ADVANTAGES, group_advantages
+from nemo_prorl.algorithms.properties import failures
+from nemo_prorl.config import GRPOConfig
 from tests.algorithms.choices import choices
 
 ADVANTAGE_KINDS = choices("advantage")
 
 
 def reference(rewards: list[list[float]], valid: list[list[bool]], kind: str) -> list[list[float]]:
-    """The three formulas, written from the papers with the standard library only."""
+    """The formulas, written from the papers with the standard library only."""
     centred: list[list[float]] = []
     pool: list[float] = []
     for group, oks in zip(rewards, valid, strict=True):
@@ -37,8 +39,10 @@ def reference(rewards: list[list[float]], valid: list[list[bool]], kind: str) ->
             elif kind == "leave_one_out":
                 others = [r for j, r in enumerate(group) if j != i and oks[j]]
                 row.append(group[i] - sum(others) / len(others))
-            else:
+            elif kind == "reinforce_pp_baseline":
                 row.append(differences[i] / (statistics.stdev(pool) + 1e-6))
+            else:
+                row.append(differences[i] / (statistics.fmean(good) if kind == "maxrl" else 1.0))
         result.append(row)
     return result
 
@@ -148,11 +152,17 @@ def test_order_of_groups_and_samples_does_not_matter(kind: str, seed: int) -> No
 
 
 def test_a_kind_that_no_formula_has_is_refused() -> None:
-    with pytest.raises(ValueError, match="advantage 'gae': expected group_norm, leave_one_out or"):
+    with pytest.raises(ValueError, match=r"advantage=gae: expected group_norm, leave_one_out, .* of your own"):
         group_advantages(torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool), "gae")
 
 
-@pytest.mark.parametrize("kind", ["group_norm", "leave_one_out"])
+@pytest.mark.parametrize("kind", ADVANTAGES.names)
+def test_each_kind_has_the_properties_that_training_relies_on(kind: str) -> None:
+    assert choices("advantage") == ADVANTAGES.names
+    assert list(failures("advantage", kind, GRPOConfig())) == []
+
+
+@pytest.mark.parametrize("kind", ["group_norm", "leave_one_out", "mean_only", "maxrl"])
 def test_these_kinds_need_only_their_own_group(kind: str) -> None:
     reward_GN, valid_GN = batch(8)
     whole = group_advantages(reward_GN, valid_GN, kind)

@@ -20,7 +20,7 @@ from nemo_prorl.algorithms.diagnostics import (
     temperature_ratio,
     temperature_sums,
 )
-from nemo_prorl.algorithms.losses import clipped_surrogate
+from nemo_prorl.algorithms.objectives import clipped_surrogate
 from nemo_prorl.config import CorrectionConfig, GRPOConfig
 from nemo_prorl.lifecycle.tolerances import RATIO_PER_GAP, TEMPERATURE
 

@@ -3,19 +3,16 @@
 import math
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from nemo_prorl.algorithms.losses import (
-    clipped_surrogate,
-    denominator_terms,
-    grpo_loss,
-    kl_estimate,
-    token_ratio,
-)
+from nemo_prorl.algorithms.losses import denominator_terms, grpo_loss, kl_estimate
+from nemo_prorl.algorithms.objectives import OBJECTIVES, clipped_surrogate, token_ratio
+from nemo_prorl.algorithms.properties import LOSS_CHECKS, failures
 from nemo_prorl.config import GRPOConfig
 from tests.algorithms.choices import choices
 
@@ -31,6 +28,7 @@ class Batch(NamedTuple):
     mask_BT: Tensor
     weight_BT: Tensor
     entropy_BT: Tensor
+    group_tokens_B: Tensor
 
     def rows(self, index: Tensor | slice) -> "Batch":
         return Batch(*(value[index] for value in self))
@@ -58,10 +56,27 @@ def batch(seed: int, rows: int = 8, tokens: int = 6, dtype: torch.dtype = torch.
         mask,
         noise(0.3).exp().to(dtype),
         noise(1.0).abs().to(dtype),
+        mask.sum(dim=1).reshape(2, -1).sum(dim=1).repeat_interleave(rows // 2),  # two groups
     )
 
 
-def reference_loss(b: Batch, config: GRPOConfig, denominator: float) -> float:
+def reference_objective(b: Batch, i: int, t: int, config: GRPOConfig, held: Batch) -> float:
+    """The objective of a token, with the standard library only; `held`: the values through which no gradient goes."""
+    new, old, a = float(b.logp_BT[i, t]), float(b.old_logp_BT[i, t]), float(b.advantage_B[i])
+    ratio, held_new = math.exp(new - old), float(held.logp_BT[i, t])
+    if config.loss == "cispo":
+        return min(math.exp(held_new - old), 1 + config.clip_high) * a * new
+    if config.loss == "dppo":
+        away = (held_new > old and a > 0) or (held_new < old and a < 0)
+        return 0.0 if away and abs(math.exp(held_new) - math.exp(old)) > 0.2 else ratio * a
+    if config.loss == "gspo":
+        counted = [k for k in range(b.mask_BT.shape[1]) if b.mask_BT[i, k]]
+        ratio = math.exp(sum(float(b.logp_BT[i, k] - b.old_logp_BT[i, k]) for k in counted) / len(counted))
+    objective = min(ratio * a, min(max(ratio, 1 - config.clip_low), 1 + config.clip_high) * a)
+    return max(objective, config.dual_clip * a) if config.dual_clip is not None and a < 0 else objective
+
+
+def reference_loss(b: Batch, config: GRPOConfig, denominator: float, held: Batch | None = None) -> float:
     """Paper eq. 1, 3, 4, 5 token by token, with the standard library only."""
     total = 0.0
     for i in range(len(b.mask_BT)):
@@ -69,12 +84,8 @@ def reference_loss(b: Batch, config: GRPOConfig, denominator: float) -> float:
         for t in range(b.mask_BT.shape[1]):
             if not b.mask_BT[i, t]:
                 continue
-            new, old, ref = (float(x[i, t]) for x in (b.logp_BT, b.old_logp_BT, b.ref_logp_BT))
-            a, ratio = float(b.advantage_B[i]), math.exp(new - old)
-            clipped = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
-            objective = min(ratio * a, clipped * a)
-            if config.dual_clip is not None and a < 0:
-                objective = max(objective, config.dual_clip * a)
+            new, ref = float(b.logp_BT[i, t]), float(b.ref_logp_BT[i, t])
+            objective = reference_objective(b, i, t, config, b if held is None else held)
             kl = {
                 "k1": new - ref,
                 "k2": 0.5 * (new - ref) ** 2,
@@ -86,25 +97,30 @@ def reference_loss(b: Batch, config: GRPOConfig, denominator: float) -> float:
                 - config.entropy_coef * float(b.entropy_BT[i, t])
             )
         if values:
-            total += sum(values) / len(values) if config.aggregation == "sequence" else sum(values)
+            parts = {"sequence": len(values), "prompt": int(b.group_tokens_B[i])}.get(config.aggregation, 1)
+            total += sum(values) / parts
     return total / denominator
 
 
 def loss_of(b: Batch, config: GRPOConfig, denominator: Tensor | float) -> Tensor:
-    return grpo_loss(*b[:6], denominator, config, b.entropy_BT)[0]
+    return grpo_loss(*b[:6], denominator, config, b.entropy_BT, b.group_tokens_B)[0]
 
 
 def total_denominator(b: Batch, config: GRPOConfig) -> Tensor:
-    return denominator_terms(b.mask_BT, config.aggregation, CONSTANT)
+    return denominator_terms(b.mask_BT, config.aggregation, CONSTANT, b.group_tokens_B)
 
 
 CONFIGS = [
     GRPOConfig(aggregation=aggregation, kl_estimator=kl, dual_clip=dual, kl_coef=0.5, entropy_coef=0.5)
     for aggregation, kl, dual in product(AGGREGATIONS, KL_ESTIMATORS, (None, 1.5))
-]
+] + [GRPOConfig(loss=loss, kl_coef=0.5, entropy_coef=0.5, aggregation="sequence") for loss in choices("loss")]
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.aggregation}-{c.kl_estimator}-{c.dual_clip}")
+def _id(c: GRPOConfig) -> str:
+    return f"{c.loss}-{c.aggregation}-{c.kl_estimator}-{c.dual_clip}"
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=_id)
 @pytest.mark.parametrize("seed", range(2))
 def test_loss_and_gradient_match_the_formula(config: GRPOConfig, seed: int) -> None:
     b = batch(seed)
@@ -123,7 +139,7 @@ def test_loss_and_gradient_match_the_formula(config: GRPOConfig, seed: int) -> N
                 row = b.rows(slice(i, i + 1))  # the other rows do not depend on this token
                 moved = getattr(row, name).clone()
                 moved[0, t] += sign * step
-                sides.append(reference_loss(row._replace(**{name: moved}), config, denominator))
+                sides.append(reference_loss(row._replace(**{name: moved}), config, denominator, held=row))
             slope = (sides[0] - sides[1]) / (2 * step)
             assert tensor.grad[i, t].item() == pytest.approx(slope, rel=1e-5, abs=1e-9), (name, i, t)
 
@@ -166,7 +182,7 @@ def test_first_update_has_the_plain_policy_gradient() -> None:
     torch.testing.assert_close(logp.grad, expected)
 
 
-@pytest.mark.parametrize("config", CONFIGS[::3], ids=lambda c: f"{c.aggregation}-{c.kl_estimator}-{c.dual_clip}")
+@pytest.mark.parametrize("config", CONFIGS[::3], ids=_id)
 @pytest.mark.parametrize("seed", range(3))
 def test_micro_batches_ranks_order_and_padding_do_not_matter(config: GRPOConfig, seed: int) -> None:
     b = batch(seed, rows=12)
@@ -201,8 +217,8 @@ def test_micro_batches_ranks_order_and_padding_do_not_matter(config: GRPOConfig,
     def pad(value: Tensor) -> Tensor:
         """Five more token positions, three on the left, and two more rows, all of them rubbish."""
         if value.ndim == 1:
-            return torch.cat([value, value.new_full((2,), math.nan)])
-        rubbish = False if value.dtype == torch.bool else math.nan
+            return torch.cat([value, value.new_full((2,), math.nan if value.is_floating_point() else 0)])
+        rubbish = math.nan if value.is_floating_point() else False
         wide = torch.full((14, 11), rubbish, dtype=value.dtype)
         wide[:12, 3:9] = value
         return wide
@@ -225,7 +241,7 @@ def test_nothing_leaks_from_masked_tokens(aggregation: str, rubbish: float) -> N
     results = []
     for b in (clean, spoilt):
         logp, entropy = b.logp_BT.requires_grad_(), b.entropy_BT.requires_grad_()
-        loss, diagnostics = grpo_loss(*b[:6], 20.0, config, entropy)
+        loss, diagnostics = grpo_loss(*b[:6], 20.0, config, entropy, b.group_tokens_B)
         loss.backward()
         assert logp.grad is not None
         assert entropy.grad is not None
@@ -250,13 +266,14 @@ def test_all_masked_is_a_zero_with_a_zero_gradient(aggregation: str, denominator
         denominator,
         config,
         nan,
+        torch.zeros_like(b.group_tokens_B),
     )
     loss.backward()
     assert loss.item() == 0.0
     assert nan.grad is not None
     assert torch.equal(nan.grad, torch.zeros_like(nan))
     assert all(value.item() == 0.0 for value in diagnostics.values())
-    assert denominator_terms(torch.zeros_like(b.mask_BT), aggregation, CONSTANT).item() == 0.0
+    assert denominator_terms(torch.zeros_like(b.mask_BT), aggregation, CONSTANT, torch.zeros(8)).item() == 0.0
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
@@ -371,7 +388,7 @@ def test_a_name_that_no_formula_has_is_refused() -> None:
     zero = torch.zeros(1)
     with pytest.raises(ValueError, match="KL estimator 'k4': expected k1, k2 or k3"):
         kl_estimate(zero, zero, "k4")
-    with pytest.raises(ValueError, match="aggregation 'mean': expected token, sequence or constant"):
+    with pytest.raises(ValueError, match="aggregation 'mean': expected token, sequence, constant or prompt"):
         denominator_terms(zero.bool()[None], "mean")
 
 
@@ -380,6 +397,8 @@ def test_denominators_by_hand() -> None:
     assert denominator_terms(mask, "token").item() == 3.0
     assert denominator_terms(mask, "sequence").item() == 2.0
     assert denominator_terms(mask, "constant", 100.0).item() == 200.0
+    assert denominator_terms(mask, "prompt", group_tokens_B=torch.tensor([2, 1, 1])).item() == 2.0
+    assert denominator_terms(mask, "prompt", group_tokens_B=torch.tensor([3, 3, 3])).item() == 1.0
 
 
 def test_the_gradients_of_kl_estimates_as_losses() -> None:
@@ -397,3 +416,74 @@ def test_the_gradients_of_kl_estimates_as_losses() -> None:
     for estimator, right in (("k1", 0 * logits.detach()), ("k2", gradient(forward)), ("k3", gradient(backward))):
         found = gradient((logp.detach().exp() * kl_estimate(logp, logq, estimator)).sum())
         torch.testing.assert_close(found, right, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("loss", OBJECTIVES.names)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_each_loss_has_the_properties_that_training_relies_on(loss: str, aggregation: str) -> None:
+    assert choices("loss") == OBJECTIVES.names
+    assert list(failures("loss", loss, GRPOConfig(aggregation=aggregation))) == []
+
+
+FAULTY = """
+from nemo_prorl.algorithms.objectives import token_ratio
+
+def by_width(logp_BT, old_logp_BT, advantage_BT, mask_BT, config):
+    return token_ratio(logp_BT, old_logp_BT) * advantage_BT / mask_BT.shape[1]
+
+def by_batch(logp_BT, old_logp_BT, advantage_BT, mask_BT, config):
+    return token_ratio(logp_BT, old_logp_BT) * (advantage_BT - advantage_BT.mean())
+
+def by_place(logp_BT, old_logp_BT, advantage_BT, mask_BT, config):
+    return token_ratio(logp_BT, old_logp_BT).cumsum(0) * advantage_BT
+
+def against(logp_BT, old_logp_BT, advantage_BT, mask_BT, config):
+    return -token_ratio(logp_BT, old_logp_BT) * advantage_BT
+
+def unbounded(logp_BT, old_logp_BT, advantage_BT, mask_BT, config):
+    return (logp_BT - old_logp_BT).exp() * advantage_BT
+
+def coarse(logp_BT, old_logp_BT, advantage_BT, mask_BT, config):
+    return token_ratio(logp_BT + 1e5, old_logp_BT + 1e5) * advantage_BT
+
+def pushing(logp_BT, old_logp_BT, advantage_BT, mask_BT, config):
+    return token_ratio(logp_BT, old_logp_BT) * advantage_BT + logp_BT
+
+def narrow(logp_BT, old_logp_BT, advantage_BT, mask_BT, config):
+    return (token_ratio(logp_BT, old_logp_BT) * advantage_BT).sum(1, keepdim=True)
+
+def raising(logp_BT, old_logp_BT, advantage_BT, mask_BT, config):
+    raise KeyError("on purpose")
+
+def centred(centred_GN, reward_GN, valid_GN):
+    return -centred_GN
+
+def first(centred_GN, reward_GN, valid_GN):
+    return centred_GN - centred_GN[:, :1]
+
+def single(centred_GN, reward_GN, valid_GN):
+    return centred_GN[:, :1]
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "caught"),
+    [
+        ("loss", "by_width", {"padding"}),
+        ("loss", "by_batch", {"micro_batches", "padding", "direction"}),
+        ("loss", "by_place", {"micro_batches", "order"}),
+        ("loss", "against", {"direction"}),
+        ("loss", "unbounded", {"extremes"}),
+        ("loss", "coarse", {"float64"}),
+        ("loss", "pushing", {"no_advantage"}),
+        ("loss", "narrow", {check.__name__ for check in LOSS_CHECKS}),
+        ("loss", "raising", {check.__name__ for check in LOSS_CHECKS}),
+        ("advantage", "centred", {"better"}),
+        ("advantage", "first", {"exchange"}),
+        ("advantage", "single", {"finite", "exchange", "better"}),
+    ],
+)
+def test_a_function_without_a_property_is_caught(kind: str, name: str, caught: set[str], tmp_path: Path) -> None:
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    found = {fault.partition(":")[0] for fault in failures(kind, f"{tmp_path}/faulty.py:{name}", GRPOConfig())}
+    assert caught <= found

@@ -284,4 +284,4 @@ def test_a_resume_with_another_function_is_an_alarm(tmp_path: Path, monkeypatch:
     assert alarms == []
     (tmp_path / "f.py").write_text("def right(prompt, response, truth):\n    return 0.0\n")
     resume()
-    assert alarms == [f"{tmp_path}/f.py was changed after the checkpoint: later rewards follow another rule"]
+    assert alarms == [f"{tmp_path}/f.py was changed after the checkpoint: later steps follow another rule"]

@@ -1,0 +1,110 @@
+"""Losses and advantages that a run names: those of a file of the user, and each that comes with the project."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_prorl.cli import main
+from nemo_prorl.config import DataSource
+from nemo_prorl.errors import ConfigError
+from nemo_prorl.settings import load
+from tests.algorithms.choices import choices
+from tests.lifecycle.small_run import SmallRun, config
+
+ROOT = Path(__file__).parents[2]
+OWN = """
+import torch
+
+
+def clipped(logp_BT, old_logp_BT, advantage_BT, mask_BT, config):
+    ratio = (logp_BT - old_logp_BT).exp()
+    bounded = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    return torch.minimum(ratio * advantage_BT, bounded * advantage_BT)
+
+
+def normed(centred_GN, reward_GN, valid_GN):
+    variance = centred_GN.square().sum(1, keepdim=True) / (valid_GN.sum(1, keepdim=True) - 1)
+    return centred_GN / variance.sqrt().clamp(min=1e-6)
+
+
+def doubled(centred_GN, reward_GN, valid_GN):
+    return 2 * centred_GN
+"""
+
+
+def trained(folder: Path, monkeypatch: pytest.MonkeyPatch, **grpo: Any) -> list[dict[str, Any]]:
+    run = SmallRun(config(folder, max_steps=3, **grpo))
+    run.cfg.data.validation = [DataSource(name="held")]
+    trainer = run.start(monkeypatch)
+    try:
+        trainer.train()
+        trainer.finish()
+    finally:
+        run.close()
+    return run.lines()
+
+
+def test_a_loss_and_an_advantage_of_the_user_train_as_the_same_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    ours = trained(tmp_path / "ours", monkeypatch)
+    own = trained(tmp_path / "own", monkeypatch, loss=f"{tmp_path}/own.py:clipped")
+    assert own == ours
+    normed = trained(tmp_path / "normed", monkeypatch, advantage=f"{tmp_path}/own.py:normed")
+    doubled = trained(tmp_path / "doubled", monkeypatch, advantage=f"{tmp_path}/own.py:doubled")
+    assert normed[0]["policy/surrogate"] == pytest.approx(ours[0]["policy/surrogate"], abs=1e-5)
+    assert doubled[0]["policy/grad_norm"] != pytest.approx(ours[0]["policy/grad_norm"], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "grpo",
+    [{key: value} for key in ("loss", "advantage", "aggregation") for value in choices(key)],
+    ids=lambda grpo: "-".join(*grpo.items()),
+)
+def test_a_run_trains_with_each_name(grpo: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = trained(tmp_path, monkeypatch, **grpo)
+    assert [line["step"] for line in lines if line["step"]] == [1, 2, 3]
+    assert any(line.get("policy/grad_norm", 0.0) > 0.0 for line in lines)
+
+
+def test_what_the_configuration_names_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    cfg = load(["trainer.grpo.loss=own.py:clipped", "trainer.grpo.advantage=own.py:normed"])
+    assert cfg.trainer.grpo.loss == f"{tmp_path}/own.py:clipped"
+    for value, told in (
+        (
+            "own.py:cliped",
+            r"trainer.grpo.loss=/.*own.py:cliped: the file has no function cliped. Did you mean clipped\?",
+        ),
+        ("other.py:clipped", r"trainer.grpo.loss=/.*other.py cannot be read: No such file"),
+        ("broken.py:f", r"broken.py is not Python"),
+        ("no_such_package:f", r"there is no module no_such_package. Fix: install its package"),
+        ("ppo", r"trainer.grpo.loss=ppo: expected one of clip, cispo, gspo, dppo, or a function of your own"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            load([f"trainer.grpo.loss={value}"])
+    for key, value, right in (("unfinished_penalty", "0.5", "0"), ("shaping.cosine", "True", "false")):
+        told = f"trainer.grpo.{key}={value}: expected {right}: .*maxrl divides by .*Fix: trainer.grpo.{key}={right}"
+        with pytest.raises(ConfigError, match=told):
+            load(["trainer.grpo.advantage=maxrl", f"trainer.grpo.{key}={value}"])
+
+
+def test_the_page_s_examples_pass_the_check_and_a_faulty_one_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "howto" / "own_loss.md").read_text()
+    (tmp_path / "mine.py").write_text("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)))
+    commands = re.findall(r"^prorl (check-function .*)$", page, re.MULTILINE)
+    assert [main(command.split()) for command in commands] == [0, 0]
+    assert "loss mine.py:pure: 7 of 7 properties hold" in capsys.readouterr().out
+    (tmp_path / "other.py").write_text(
+        "def pure(logp_BT, old, advantage_BT, mask, c):\n    return -logp_BT * advantage_BT\n"
+    )
+    assert main(["check-function", "loss", f"{tmp_path}/other.py:pure", "trainer.grpo.aggregation=prompt"]) == 1
+    assert "direction: at ratio 1, " in capsys.readouterr().out

@@ -40,6 +40,7 @@ def visible(monkeypatch: pytest.MonkeyPatch) -> Visible:
         monkeypatch.setattr(torch.cuda, "default_generators", tuple(torch.Generator() for _ in range(count)))
         for module in (torch.cuda, torch.cuda.random):
             monkeypatch.setattr(module, "current_device", lambda: own)
+            monkeypatch.setattr(module, "device_count", lambda: count)
 
     return see
 

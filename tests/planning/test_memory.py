@@ -331,6 +331,12 @@ def test_every_stage_fits_the_shipped_cluster_with_16384_tokens_at_a_time() -> N
             assert (memory.sequences(size) or 0) > 100
 
 
+def test_the_reserve_has_room_for_three_communicators_of_nccl() -> None:
+    """Of all ranks, of the data ranks, and of these with context parallelism: 1.5e9 to 3e9 bytes by belief."""
+    assert m.RESERVE_PARTS["NCCL"] >= 3 * 5 * 10**8
+    assert m.memory_of(settings.load(H100)).reserve == sum(m.RESERVE_PARTS.values())
+
+
 LIBCUDA = """
 #include <stddef.h>
 int cuInit(unsigned flags) { return 0; }

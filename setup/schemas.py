@@ -67,7 +67,7 @@ METRICS = (
     "time/step/tokens_per_s_per_device",
     "time/updates/(tokens|tflops_per_device|mfu)",
     "time/rollout/(engine_s|reward_open_s|reward_wait_s|sleep_s|tokens_per_s|responses|tail_s|tail_responses|idle_s"
-    "|lost_s)",
+    "|lost_s|preemptions)",
     "system/((rank|engine|rewards|supervisor|free|shm|run_dir)_gb|open_files|threads|max_shapes|engine_kv_cache_peak)",
 )
 

@@ -361,6 +361,7 @@ def metrics_line() -> dict[str, Any]:
             metrics.put(key, 0.5)
     load = EngineLoad(1)
     load.begin()
+    load.kv_cache_used(0.5, 1)
     metrics.add("time/rollout", load.end())
     shape = ModelShape(1, 2, 3, 1, 1, 2, 5, 5, tied=False, qkv_bias=False)
     metrics.add("time/updates", UpdateSpeed(shape, 1, "NVIDIA H200").metrics(7.0, 49.0, 0.5))

@@ -18,7 +18,7 @@ from gpu_evidence import status_of  # noqa: E402
 ROLLOUT = ROOT / ".venv" / "rollout" / "bin" / "python"
 Sections = dict[str, dict[str, Any]]
 STEP = {"step_s": 40.0, "logprobs_s": 6.0, "updates_s": 8.0, "tokens": 400_000, "decoded_per_s": 20_000.0}
-SAMPLED = {"mean_ratio": 1.01, "generation_kl": 2e-4, "kv_cache_peak_share": 0.8}
+SAMPLED = {"mean_ratio": 1.01, "generation_kl": 2e-4, "preemptions": 0.0}
 
 
 def good() -> Sections:
@@ -63,7 +63,7 @@ PLANTED = {
     "update (MFU)": one_row("actor", 1, peak_share=0.349),
     "log-probabilities and updates": every_row("steps", updates_s=12.1),
     "sleep, wake and load": every_row("wakes", seconds=6.01),
-    "KV cache, no preemption": one_row("steps", -1, kv_cache_peak_share=0.95),
+    "KV cache, preemptions": one_row("steps", -1, preemptions=1.0),
     "mean ratio, engine and trainer": one_row("steps", 1, mean_ratio=1.02),
     "generation KL": one_row("steps", 9, generation_kl=5e-4),
     "leak over twenty wakes": one_row("wakes", -1, held_bytes=2 * 10**9 + 2 + 50 * 10**6),
@@ -93,7 +93,7 @@ def test_a_planted_violation_misses_its_gate_alone(name: str) -> None:
         assert status_of(result) == status
 
 
-@pytest.mark.parametrize("key", ["mean_ratio", "generation_kl", "kv_cache_peak_share"])
+@pytest.mark.parametrize("key", ["mean_ratio", "generation_kl", "preemptions"])
 def test_a_number_that_is_not_finite_or_absent_in_a_step_misses(key: str) -> None:
     for value in (None, math.nan):
         sections = good()

@@ -47,6 +47,7 @@ def test_a_run_writes_what_the_contract_names(undisturbed: Path) -> None:
     assert 0.05 < last["system/engine_gb"] < 20  # the newest sample may be of their start
     assert 0.05 < last["system/rank_gb"] < 20
     assert 0 < last["system/engine_kv_cache_peak"] <= 1
+    assert last["time/rollout/preemptions"] == 0
     assert last["system/run_dir_gb"] > 0.001
     assert not (undisturbed / "endpoints" / "engine-0.json").exists() or not any(
         "rollout/engine/server.py" in " ".join(p.info["cmdline"] or [])

@@ -114,9 +114,7 @@ GATES = (
     Gate("update (MFU)", "actor", update_mfu, "at least", 0.35, "{:.2f} of the peak", speed=True),
     Gate("log-probabilities and updates", "steps", trainer_share, "at most", 0.45, "{:.2f} of a step", speed=True),
     Gate("sleep, wake and load", "wakes", seconds_of_wakes, "at most", 6.0, "{:.2f} s", speed=True),
-    # vLLM preempts a response only if the cache is full, and frees the blocks of this response alone: in a cache that
-    # holds 20 or more, more than this share stays in use.
-    Gate("KV cache, no preemption", "steps", largest("kv_cache_peak_share"), "below", 0.95, "{:.2f} in use"),
+    Gate("KV cache, preemptions", "steps", largest("preemptions"), "at most", 0, "{:.0f} in a step"),
     Gate("mean ratio, engine and trainer", "steps", largest("mean_ratio"), "below", 1.02, "{:.4f}"),
     Gate("generation KL", "steps", largest("generation_kl"), "below", 5e-4, "{:.1e} nats per token"),
     Gate("leak over twenty wakes", "wakes", leaked_mb, "below", 50, "{:,.1f} MB"),

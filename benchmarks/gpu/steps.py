@@ -48,6 +48,7 @@ NUMBERS = {
     "mean_ratio": "engine_gap/mean_ratio",
     "generation_kl": "engine_gap/mean_k3",
     "kv_cache_peak_share": "system/engine_kv_cache_peak",
+    "preemptions": "time/rollout/preemptions",
     "shapes": "system/max_shapes",
 }
 

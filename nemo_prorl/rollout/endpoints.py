@@ -77,14 +77,14 @@ class EngineClient:
         sampling: SamplingParams,
         version: int | None,
         on_tokens: Callable[[int], object] = lambda tokens: None,
-        on_kv_cache_peak: Callable[[float], object] = lambda share: None,
+        on_kv_cache_use: Callable[[float, int], object] = lambda share, preemptions: None,
     ) -> AsyncGenerator[Response, None]:
         """Yield each response as soon as it ends.
 
         `version`: required version of the weights; None: any.  `on_tokens`: called after each 10 s in which no response
         ended; its argument is the number of tokens that the engine has generated since its start, for all requests.
-        `on_kv_cache_peak`: called at the end with the largest share of the KV cache in use since the engine's last
-        report; not called if the engine does not report it.
+        `on_kv_cache_use`: called at the end with the largest share of the KV cache in use and the number of preemptions
+        since the engine's last report; not called if the engine does not report them.
 
         Raises:
             EngineFailure: the reply was cut off, nothing came for 60 s, or the engine sleeps or has other weights.
@@ -107,7 +107,7 @@ class EngineClient:
                         continue
                     if done := "done" in value:
                         if "kv_cache_peak" in value:
-                            on_kv_cache_peak(float(value["kv_cache_peak"]))
+                            on_kv_cache_use(float(value["kv_cache_peak"]), int(value["preemptions"]))
                         break
                     yield self._checked(value, len(seeds), sampling.logprobs)
         except (EngineFailure, EngineRefused):  # they are subclasses of ConnectionError and ValueError

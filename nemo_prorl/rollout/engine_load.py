@@ -24,6 +24,7 @@ class EngineLoad:
         self._seen: list[tuple[float, int, int, int]] = []  # time, open responses, busy engines, lost engines
         self._began: float | None = None
         self.kv_cache_peak: float | None = None  # None: no engine has reported it since `begin`
+        self._preemptions = 0
 
     def changed(self, engine: str, by: int) -> None:
         """Record that the number of open responses of this engine changed by `by`."""
@@ -45,14 +46,15 @@ class EngineLoad:
             self._lost.discard(engine)
             self._note()
 
-    def kv_cache_used(self, share: float) -> None:
-        """Record that an engine had up to this share (0 to 1) of its KV cache in use."""
+    def kv_cache_used(self, share: float, preemptions: int) -> None:
+        """Record that an engine had up to this share (0 to 1) of its KV cache in use, and its preemptions."""
         if self._began is not None:
             self.kv_cache_peak = max(share, self.kv_cache_peak or 0.0)
+            self._preemptions += preemptions
 
     def begin(self) -> None:
         self._requested, self._began, self._seen = self._total, time.monotonic(), []
-        self.kv_cache_peak = None
+        self.kv_cache_peak, self._preemptions = None, 0
         self._note()
 
     def _note(self) -> None:
@@ -68,7 +70,8 @@ class EngineLoad:
             open responses when the tail began.  `idle_s`: seconds without work, mean over the engines.  Before the
             tail, an engine without an open response is idle; in the tail, the share of idle engines is taken to be
             1 - open responses / maximum of open responses.  `lost_s`: seconds between the failure of an engine and its
-            next answer, mean over the engines.
+            next answer, mean over the engines.  `preemptions`: responses that lost their part of a full KV cache and
+            were computed again; absent if no engine reported them.
         """
         assert self._began is not None, "begin was not called"
         began, over, self._began = self._began, time.monotonic(), None
@@ -91,4 +94,5 @@ class EngineLoad:
             "tail_responses": float(self._seen[full][1]) if ended > tail_at else 0.0,
             "idle_s": min(idle, over - began),
             "lost_s": min(lost, over - began),
+            **({} if self.kv_cache_peak is None else {"preemptions": float(self._preemptions)}),
         }

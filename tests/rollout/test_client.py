@@ -94,7 +94,7 @@ class Fake:
             if fault is None or await fault(self, body, reply):
                 for index, seed in reversed(list(enumerate(body["seeds"]))):
                     await self.say(reply, index, seed)
-                told = {} if self.kv_cache_peak is None else {"kv_cache_peak": self.kv_cache_peak}
+                told = {} if self.kv_cache_peak is None else {"kv_cache_peak": self.kv_cache_peak, "preemptions": 2}
                 await reply.write(json.dumps({"done": len(body["seeds"]), **told}).encode() + b"\n")
         finally:
             self.in_flight -= len(body["seeds"])
@@ -277,25 +277,25 @@ def test_the_pool_keeps_what_each_engine_could_not_compare_at_its_last_load(tmp_
     run(work, tmp_path)
 
 
-def test_the_fullest_cache_of_all_engines_is_that_of_the_measurement(tmp_path: Path) -> None:
+def test_the_fullest_cache_and_the_preemptions_of_all_engines_are_those_of_the_measurement(tmp_path: Path) -> None:
     async def work(folder: Path) -> None:
         fakes = [await Fake(folder, index).start() for index in range(3)]
         pool = EnginePool(folder, "t", engines=3)
 
-        async def measured(*peaks: float | None) -> float | None:
+        async def measured(*peaks: float | None) -> tuple[float | None, float | None]:
             for fake, peak in zip(fakes, peaks, strict=True):
                 fake.kv_cache_peak = peak
             pool.load.begin()
             await pool.generate([5], range(6), SAMPLING, Deadline(30, "a group"))
-            pool.load.end()
-            return pool.load.kv_cache_peak
+            preemptions = pool.load.end().get("preemptions")
+            return pool.load.kv_cache_peak, preemptions
 
-        assert await measured(0.25, 0.75, None) == 0.75
-        assert await measured(0.25, 0.0, None) == 0.25
+        assert await measured(0.25, 0.75, None) == (0.75, 4)  # two for each engine that reports
+        assert await measured(0.25, 0.0, None) == (0.25, 4)
         fakes[0].kv_cache_peak = 1.0
         await pool.generate([5], range(6), SAMPLING, Deadline(30, "a validation"))  # between two measurements
         assert pool.load.kv_cache_peak == 0.25
-        assert await measured(None, None, None) is None
+        assert await measured(None, None, None) == (None, None)
         await pool.close()
         for fake in fakes:
             await fake.stop()

@@ -22,6 +22,7 @@ from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import EngineFailure, EngineRefused
 from nemo_prorl.rollout.endpoints import EngineClient, Response, SamplingParams, response_seed
 from nemo_prorl.rollout.engine.endpoint import served_file
+from nemo_prorl.rollout.engine_load import EngineLoad
 from nemo_prorl.rollout.engines import EnginePool
 from nemo_prorl.rollout.weights import WeightStore
 from tests.rollout.engines import (
@@ -48,9 +49,9 @@ async def with_client(engine: EngineProcess, work: Any, token: str = TOKEN) -> A
 
 
 async def ask(
-    client: EngineClient, prompt: Sequence[int], seeds: Sequence[int], sampling: SamplingParams
+    client: EngineClient, prompt: Sequence[int], seeds: Sequence[int], sampling: SamplingParams, **listeners: Any
 ) -> list[Response]:
-    found = [response async for response in client.generate(prompt, seeds, sampling, None)]
+    found = [response async for response in client.generate(prompt, seeds, sampling, None, **listeners)]
     return sorted(found, key=lambda response: response.index)
 
 
@@ -143,21 +144,27 @@ def test_greedy_output_after_an_update_is_that_of_a_fresh_engine(
 
 
 @pytest.mark.slow
-def test_responses_that_lose_their_place_in_the_cache_go_on_as_they_were(
+def test_responses_that_lose_their_place_in_the_cache_are_counted_and_go_on_as_they_were(
     engine: EngineProcess, fresh: EngineProcess, models: dict[str, Path]
 ) -> None:
     """vLLM computes their tokens anew, which may change last bits, and draws on from their own seeds."""
     load(engine, published(engine, models["tied1"], 3), 3)
     sampling = SamplingParams(temperature=1.2, max_tokens=110, stop_token_ids=())
 
-    async def work(client: EngineClient) -> list[Response]:
+    async def work(client: EngineClient) -> tuple[list[Response], float]:
+        load = EngineLoad(1)
+        load.begin()
         groups = await asyncio.gather(
-            *(ask(client, prompt, range(100 * i, 100 * i + 12), sampling) for i, prompt in enumerate(SHORT))
+            *(
+                ask(client, prompt, range(100 * i, 100 * i + 12), sampling, on_kv_cache_use=load.kv_cache_used)
+                for i, prompt in enumerate(SHORT)
+            )
         )
-        return [response for group in groups for response in group]
+        return [response for group in groups for response in group], load.end()["preemptions"]
 
-    room: list[Response] = asyncio.run(with_client(engine, work))
-    crowded: list[Response] = asyncio.run(with_client(fresh.wait_ready(), work))
+    room, preempted_with_room = asyncio.run(with_client(engine, work))
+    crowded, preempted = asyncio.run(with_client(fresh.wait_ready(), work))
+    assert preempted > preempted_with_room == 0
     assert len({tuple(response.token_ids) for response in room}) == 12 * len(SHORT)
     for one, other in zip(room, crowded, strict=True):
         assert one.token_ids == other.token_ids
@@ -356,10 +363,12 @@ def test_the_use_of_the_kv_cache_grows_with_the_open_responses_and_falls_again(e
     blocks = (256 << 20) // (32 * 2048)  # a block has 32 tokens of 2 KiB
 
     async def peak(client: EngineClient, responses: int) -> float:
-        told: list[float] = []
-        stream = client.generate(SHORT[0], range(responses), sampling, None, on_kv_cache_peak=told.append)
-        assert len([response async for response in stream]) == responses
-        return max(told)
+        load = EngineLoad(1)
+        load.begin()
+        await ask(client, SHORT[0], range(responses), sampling, on_kv_cache_use=load.kv_cache_used)
+        assert load.end()["preemptions"] == 0
+        assert load.kv_cache_peak is not None
+        return load.kv_cache_peak
 
     async def work(client: EngineClient) -> list[float]:
         await peak(client, 1)  # takes what earlier tests left

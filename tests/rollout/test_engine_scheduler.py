@@ -61,7 +61,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import LogprobsLists
-from nemo_prorl.rollout.engine.vllm_internals import kv_cache_peak
+from nemo_prorl.rollout.engine.vllm_internals import kv_cache_use
 from nemo_prorl.rollout.engine.vllm_internals.scheduler import AsyncWholeResponses, WholeResponses
 
 def step(scheduler, *outputs):
@@ -78,16 +78,21 @@ def sampled(name, token, logprob=None, ended=None):
 for Kind, base in ((AsyncWholeResponses, AsyncScheduler), (WholeResponses, Scheduler)):
     assert issubclass(Kind, base)
     base.finish_requests = lambda self, ids, status: ids
+    base._preempt_request = lambda self, request, at, drop_stale_output=False: freed.append(request)
     scheduler = Kind.__new__(Kind)
     scheduler._held, scheduler.requests, scheduler._released = {}, {}, time.monotonic()
-    scheduler._kv_peak, scheduler.kv_cache_manager = 0.0, SimpleNamespace(usage=0.5)
+    scheduler._kv_peak, scheduler._preemptions, scheduler.kv_cache_manager = 0.0, 0, SimpleNamespace(usage=0.5)
     scheduler._pause_state = PauseState.UNPAUSED
+    freed = []
+    for request, by_a_reset in (("x", False), ("y", True), ("x", False)):
+        scheduler._preempt_request(request, 1.0, drop_stale_output=by_a_reset)
+    assert freed == ["x", "y", "x"]
     assert step(scheduler, sampled("a", 5, -1.5), sampled("b", 6)) == []
     scheduler.kv_cache_manager.usage = 0.25
     assert step(scheduler, sampled("c", 1, -1.0), sampled("d", 1)) == []
     done = step(scheduler, sampled("a", 7, -2.5, FinishReason.STOP), sampled("b", 8))
     assert [(o.request_id, o.new_token_ids, o.finish_reason) for o in done] == [("a", [5, 7], FinishReason.STOP)]
-    assert kv_cache_peak(done[0]) == 0.5  # the largest since a response ended
+    assert kv_cache_use(done[0]) == (0.5, 2)  # since a response ended
     assert done[0].new_logprobs.logprobs.tolist() == [[-1.5], [-2.5]]
     assert done[0].new_logprobs.logprob_token_ids.tolist() == [[5], [7]]
     assert sorted(scheduler._held) == ["b", "c", "d"]
@@ -95,12 +100,12 @@ for Kind, base in ((AsyncWholeResponses, AsyncScheduler), (WholeResponses, Sched
     assert sorted(scheduler._held) == ["b", "d"]
     (done,) = step(scheduler, sampled("b", 2, None, FinishReason.LENGTH))
     assert (done.new_token_ids, done.new_logprobs) == ([6, 8, 2], None)
-    assert kv_cache_peak(done) == 0.25
+    assert kv_cache_use(done) == (0.25, 0)
     assert step(scheduler, sampled("e", 5, -1.5)) == []
     scheduler._released -= 60  # seconds: tokens of unfinished responses are due
     (some,) = step(scheduler, sampled("e", 6, -2.5))
     assert (some.new_token_ids, some.finish_reason, len(some.new_logprobs.logprobs)) == ([5, 6], None, 2)
-    assert kv_cache_peak(some) is None
+    assert kv_cache_use(some) is None
     assert step(scheduler, sampled("e", 7, -3.5)) == []
     (rest,) = step(scheduler, sampled("e", 1, -0.5, FinishReason.STOP))
     assert (rest.new_token_ids, rest.new_logprobs.logprobs.tolist()) == ([7, 1], [[-3.5], [-0.5]])
@@ -174,7 +179,7 @@ def steps(kind, columns, **counts):
     'Run requests through steps in which they sample these tokens; return their outputs.'
     scheduler = kind.__new__(kind)
     scheduler._held, scheduler.max_model_len, scheduler._released = {}, 9, time.monotonic()
-    scheduler._kv_peak, scheduler.kv_cache_manager = 0.0, SimpleNamespace(usage=0.5)
+    scheduler._kv_peak, scheduler._preemptions, scheduler.kv_cache_manager = 0.0, 0, SimpleNamespace(usage=0.5)
     scheduler._pause_state = PauseState.UNPAUSED
     scheduler.requests = {name: Request(name, 4, None if name == "quiet" else 0) for name in columns}
     scheduler.requests["long"].max_tokens = 100  # the context ends it
@@ -316,6 +321,7 @@ def test_an_engine_starts_beside_a_trainer_and_gets_the_kv_cache_that_it_was_giv
 HELD = """
 import contextlib
 import torch
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.worker import cpu_model_runner
 from nemo_prorl.rollout.engine.vllm_internals import cpu, scheduler
 
@@ -340,10 +346,31 @@ scheduler.RELEASE_S = 1e9  # tokens are returned with a finished response, or be
 class Worker(cpu.CpuWorker):
     'vLLM imports this module before it makes the model runner.'
 
+    def pause_after(self, tokens):
+        made[0].pause_after = tokens
+
+    def count_sampled(self):
+        return made[0].sampled
+
+class Pausing(scheduler.AsyncWholeResponses):
+    'Pauses by itself once this many tokens of the open responses were sampled, however slow the other processes are.'
+    pause_after = float("inf")
+
+    @property
+    def sampled(self):
+        return sum(request.num_output_tokens for request in self.requests.values())
+
+    def schedule(self, *args, **options):
+        if self.sampled >= self.pause_after:
+            self.pause_after = float("inf")
+            self.set_pause_state(PauseState.PAUSED_ALL)
+        return super().schedule(*args, **options)
+
+scheduler.AsyncWholeResponses, made = Pausing, []
 def make_scheduler(*args, **options):
-    made = scheduler.make_scheduler(*args, **options)
-    assert type(made) is scheduler.AsyncWholeResponses, type(made)
-    return made
+    made.append(scheduler.make_scheduler(*args, **options))
+    assert type(made[0]) is Pausing, type(made[0])
+    return made[0]
 """
 AHEAD = """
 import asyncio, json, sys
@@ -352,17 +379,18 @@ from nemo_prorl.rollout.engine.requests import GenerateRequest
 from nemo_prorl.rollout.engine.sleep import EngineSleep
 
 async def paused(server, engine, request):
-    'Pause as soon as tokens were sampled; change the version; return the lines and the number of tokens at the pause.'
+    'Pause once tokens were sampled; change the version when all came; return the lines and the number of these tokens.'
     await engine.update_weight_version("1")
+    await engine.collective_rpc("pause_after", args=(100,))
     before, tasks = server.tokens, server._start(GenerateRequest(**request))
-    while server.tokens == before:
-        assert not any(task.done() for task in tasks), "no token was returned before the responses ended"
-        await asyncio.sleep(0.05)
-        await engine.pause_generation(mode="keep", clear_cache=False)
-        await asyncio.sleep(0.3)  # seconds for the last tokens to come through
-        at_pause = server.tokens - before
-        await engine.update_weight_version("1" if server.tokens == before else "2")
-        await engine.resume_generation()
+    while not await engine.is_paused():
+        await asyncio.sleep(0.01)
+    await engine.pause_generation(mode="keep", clear_cache=False)  # waits for the steps that run
+    [at_pause] = await engine.collective_rpc("count_sampled")
+    while server.tokens - before < at_pause:  # otherwise a token was held back, and this waits until the test's limit
+        await asyncio.sleep(0.01)
+    await engine.update_weight_version("2")
+    await engine.resume_generation()
     return await asyncio.gather(*tasks), at_pause
 
 async def main():

@@ -83,7 +83,7 @@ WANTED: dict[str, dict[str, str]] = {
     },
     "v1/core/sched/scheduler.py": {
         "Scheduler": "__init__ schedule update_from_output finish_requests has_requests set_pause_state pause_state"
-        " _update_request_with_output requests kv_cache_manager max_model_len"
+        " _update_request_with_output _preempt_request requests kv_cache_manager max_model_len"
     },
     "v1/core/sched/async_scheduler.py": {"AsyncScheduler": "_update_after_schedule _update_request_with_output"},
     "v1/core/sched/interface.py": {"PauseState": "UNPAUSED PAUSED_NEW PAUSED_ALL"},

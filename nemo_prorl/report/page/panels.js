@@ -38,6 +38,7 @@ const TIME = [
   { id: "memory", title: "Memory of the largest process", unit: "GB", keys: [["system/rank_gb", "trainer rank"], ["system/engine_gb", "engine"], ["system/rewards_gb", "reward server"]], help: "Host memory, with the processes that it started. GPU memory is not included." },
   { id: "free", title: "Memory left, and disk used", unit: "GB", keys: [["system/free_gb", "free on the fullest node"], ["system/run_dir_gb", "run directory"]] },
   { id: "kv-cache", title: "KV cache used at most", unit: "share of the cache", share: true, keys: [["system/engine_kv_cache_peak", "fullest engine"]], help: "At 100 %, responses wait for room or are computed again." },
+  { id: "preemptions", title: "Responses computed again", unit: "a step", keys: [["time/rollout/preemptions", "all engines"]], help: "They lost their part of a full KV cache to other responses." },
 ];
 
 const STABILITY = [

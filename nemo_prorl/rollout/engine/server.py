@@ -7,9 +7,11 @@ Runs in the rollout environment, by module or by path.  Every request needs `Aut
 POST /generate {"prompt": [ids], "seeds": [7, 8], "temperature": 1.2, "top_p": 1.0, "max_tokens": 64,
                 "stop_token_ids": [2], "weight_version": 3}
     The reply is NDJSON: one line for each response as soon as it ends, {"index", "token_ids", "logprobs",
-    "finish_reason", "weight_version"}, then {"done": n, "kv_cache_peak": 0.4}.  token_ids includes the stop token.
+    "finish_reason", "weight_version"}, then {"done": n, "kv_cache_peak": 0.4, "preemptions": 0}.  token_ids includes
+    the stop token.
     Log-probabilities are those of the sampled distribution: log_softmax(logits / temperature), over the tokens that
     top_p keeps.  `kv_cache_peak`: largest share of the KV cache in use since the last report, if vLLM's version fits.
+    `preemptions`: how often a response lost its part of the full cache since then and was computed again.
     After each 10 s in which no response ended, a line {"tokens": n} gives the number of tokens that the engine has
     generated since its start, for all requests.  A reply without {"done"} was cut off; a last line {"error"} gives the
     reason.  `logprobs` false omits log-probabilities.  `weight_version` is optional: 409 if the engine has others.
@@ -64,7 +66,7 @@ from nemo_prorl.rollout.engine.requests import (  # noqa: E402
 )
 from nemo_prorl.rollout.engine.setup import is_cpu_build, limits_of, make_engine, set_environment  # noqa: E402
 from nemo_prorl.rollout.engine.sleep import HELD_SUFFIX, EngineSleep, Refused, wait_while_held  # noqa: E402
-from nemo_prorl.rollout.engine.vllm_internals import kv_cache_peak  # noqa: E402
+from nemo_prorl.rollout.engine.vllm_internals import kv_cache_use  # noqa: E402
 from nemo_prorl.rollout.engine.weights import Shapes, UnfitWeights, check_fits, check_held, shapes_of_model  # noqa: E402
 from nemo_prorl.service import is_authorized, listening_socket, read_token  # noqa: E402
 from nemo_prorl.tracing import RECORDER, answer  # noqa: E402
@@ -94,7 +96,9 @@ class EngineServer:
         self.weights_dir, self.health_s, self.served_file = weights_dir, health_s, served_file
         self.version: int = UNPUBLISHED
         self.in_flight, self.requests, self.tokens, self.updating_since = 0, 0, 0, 0.0
-        self.kv_peak: float | None = None  # largest share of the KV cache in use since the last report
+        # Largest share of the KV cache in use, and number of preemptions, since the last report.
+        self.kv_peak: float | None = None
+        self.preemptions = 0
         self.update = asyncio.Lock()
         # `idle`: no response is in flight.  `open`: no update is running and the engine is awake.
         self.idle, self.open = asyncio.Event(), asyncio.Event()
@@ -130,9 +134,9 @@ class EngineServer:
             while left:
                 done, left = await asyncio.wait(left, timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED)
                 yield "".join(task.result() for task in done) or json.dumps({"tokens": self.tokens}) + "\n"
-            peak = {} if self.kv_peak is None else {"kv_cache_peak": self.kv_peak}
-            self.kv_peak = None
-            yield json.dumps({"done": len(tasks), **peak}) + "\n"
+            use = {} if self.kv_peak is None else {"kv_cache_peak": self.kv_peak, "preemptions": self.preemptions}
+            self.kv_peak, self.preemptions = None, 0
+            yield json.dumps({"done": len(tasks), **use}) + "\n"
         except Exception as error:  # mostly EngineDeadError.  The reply has begun, so the error goes into the reply
             _log.error("a /generate request failed: %s: %s", type(error).__name__, error)
             yield json.dumps({"error": f"{type(error).__name__}: {error}"[:500]}) + "\n"
@@ -186,8 +190,8 @@ class EngineServer:
         if last is None or output.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM aborted response {index}")
         self._tell_served()
-        if (peak := kv_cache_peak(last)) is not None:
-            self.kv_peak = max(peak, self.kv_peak or 0.0)
+        if (use := kv_cache_use(last)) is not None:
+            self.kv_peak, self.preemptions = max(use[0], self.kv_peak or 0.0), self.preemptions + use[1]
         line = {
             "index": index,
             "token_ids": tokens,

@@ -1,7 +1,8 @@
 """Changes to vLLM's internals, made for one version of vLLM and switched off under any other.
 
-`scheduler.py` returns tokens every few seconds instead of one by one, and gives the peak use of the KV cache.  `cpu.py`
-is for vLLM's CPU build: faster norms, and log-probabilities that do not depend on the number of running responses.
+`scheduler.py` returns tokens every few seconds instead of one by one, and gives the peak use of the KV cache and the
+number of preemptions.  `cpu.py` is for vLLM's CPU build: faster norms, and log-probabilities that do not depend on the
+number of running responses.
 Both use names that vLLM may change in any release.  The functions below return the engine options that switch the
 changes on; under another version of vLLM they return no options.
 
@@ -19,7 +20,9 @@ MADE_FOR = "0.32.0"  # version of vLLM
 # Values of an attention head for which its CPU build has kernels.  vLLM notices others at the first request only.
 CPU_HEAD_SIZES = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 NORMS = "prorl_cpu"  # name under which cpu.py registers its norms in vLLM
-KV_CACHE_PEAK = "prorl_kv_cache_peak"  # key under which scheduler.py puts the peak use into a finished response
+KV_CACHE_USE = (
+    "prorl_kv_cache_use"  # key under which scheduler.py puts peak use and preemptions into a finished response
+)
 
 
 def vllm_version() -> str:
@@ -53,10 +56,13 @@ def scheduler_options() -> dict[str, Any]:
     return {"scheduler_cls": f"{__name__}.scheduler.make_scheduler"}
 
 
-def kv_cache_peak(output: Any) -> float | None:
-    """Return the peak use of the KV cache, 0 to 1, from the last output of a response; None without our scheduler."""
-    peak: float | None = (output.kv_transfer_params or {}).get(KV_CACHE_PEAK)
-    return peak
+def kv_cache_use(output: Any) -> tuple[float, int] | None:
+    """Return the peak use of the KV cache, 0 to 1, and the number of preemptions since a response ended.
+
+    Reads them from the last output of a response.  Returns None without our scheduler.
+    """
+    use = (output.kv_transfer_params or {}).get(KV_CACHE_USE)
+    return use and (use[0], use[1])
 
 
 def cpu_options(eager: bool) -> dict[str, Any]:

@@ -5,7 +5,8 @@ log-probability from one process of the engine to the other.  This project uses 
 model on a CPU, holding the tokens back saves a fifth of the engine's time.  vLLM's bookkeeping for the tokens in the
 middle of a response takes another tenth; `_store_middle_tokens` replaces this bookkeeping.  The tokens of unfinished
 responses are returned every `RELEASE_S` seconds, so that the server can count the tokens, and before a pause.
-Finished responses carry the peak use of the KV cache, which vLLM itself reports only if its statistics are on.
+Finished responses carry the peak use of the KV cache and the number of preemptions, which vLLM itself reports only if
+its statistics are on.
 
 Runs in the engine core's process.
 """
@@ -23,7 +24,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import RequestStatus
 
-from nemo_prorl.rollout.engine.vllm_internals import KV_CACHE_PEAK
+from nemo_prorl.rollout.engine.vllm_internals import KV_CACHE_USE
 
 RELEASE_S = 5.0  # seconds between two returns of the tokens of unfinished responses
 
@@ -52,6 +53,7 @@ class WholeResponses(Scheduler):  # type: ignore[misc]
         self._held: dict[str, _Held] = {}  # by request id
         self._released = time.monotonic()
         self._kv_peak = 0.0  # largest share of the KV cache in use since a response ended
+        self._preemptions = 0  # since a response ended
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         # Read first, because vLLM's method frees the blocks of the responses that end in this step.
@@ -69,9 +71,15 @@ class WholeResponses(Scheduler):  # type: ignore[misc]
             client.outputs = [output for output in client.outputs if self._hold(output, release)]
             ended = [output for output in client.outputs if output.finish_reason is not None]
             for output in ended:  # vLLM passes this field on unchanged; only its KV connectors use it
-                output.kv_transfer_params = {KV_CACHE_PEAK: self._kv_peak}
+                output.kv_transfer_params = {KV_CACHE_USE: (self._kv_peak, self._preemptions)}
+                self._preemptions = 0
             self._kv_peak = 0.0 if ended else self._kv_peak
         return outputs
+
+    def _preempt_request(self, *args: Any, drop_stale_output: bool = False) -> None:
+        """Count a request that lost its blocks to others in a full KV cache: vLLM computes its tokens again."""
+        self._preemptions += not drop_stale_output  # True: in a reset of the prefix cache, which frees all blocks
+        super()._preempt_request(*args, drop_stale_output=drop_stale_output)
 
     def has_requests(self) -> bool:
         """Return whether a step is due; in a pause that keeps the responses, until their stored tokens are returned.

@@ -99,9 +99,13 @@ def test_the_pages_name_the_packages_of_the_model_and_a_present_folder_is_kept(r
 def test_own_data_goes_through_the_chat_template(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The laptop's tokenizer has one, and the prepared prompts are messages."""
     made: list[Any] = []
+
+    def train(overrides: Any) -> SimpleNamespace:
+        made.append(overrides)
+        return SimpleNamespace(finished=True, metrics=[{"reward/all": 0.5}])
+
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(nemo_prorl, "train", lambda overrides: made.append(overrides) or finished)
-    finished = SimpleNamespace(finished=True, metrics=[{"reward/all": 0.5}])
+    monkeypatch.setattr(nemo_prorl, "train", train)
     Path("sums.csv").write_text("problem,answer\n" + "".join(f"What is {n} plus 1?,{n + 1}\n" for n in range(30)))
     runpy.run_path(str(root / "examples" / "own_data.py"))["main"]("sums.csv", ["seed=7"])
     cfg = settings.load(api._texts(made[0]))

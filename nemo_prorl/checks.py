@@ -23,6 +23,7 @@ from nemo_prorl.data.prepared import GENERATORS
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.own_functions import check_place, is_place
 from nemo_prorl.rollout.engine.vllm_internals import CPU_HEAD_SIZES
+from nemo_prorl.sizing.devices import devices_words, node_devices
 from nemo_prorl.sizing.memory import device_bytes
 from nemo_prorl.sizing.memory_check import check_memory
 
@@ -321,6 +322,15 @@ def _engines(cfg: DictConfig) -> None:
     if rollout.own_devices and rollout.sleep is not None:
         why = "expected null if rollout.own_devices=true, because nothing else uses the engines' memory"
         raise _wrong("rollout.sleep", rollout.sleep, why)
+    most, each = cfg.launch.gpus_per_node, node_devices(cfg)
+    if cfg.trainer.accelerator == "gpu" and most is not None and each > most:
+        fix, room = f"trainer.devices={most}", (most - devices) // tp * nodes
+        if rollout.own_devices:
+            fix = f"rollout.engines={room}" if room > 0 else f"rollout.own_devices=false {fix}"
+        raise ConfigError(
+            f"{devices_words(cfg)} = {each} GPUs per node (rollout.engines={engines}, trainer.num_nodes={nodes}):"
+            f" expected at most launch.gpus_per_node={most}. Fix: {fix}"
+        )
     if cfg.trainer.accelerator == "gpu" and not rollout.own_devices and needed > nodes * devices:
         fix = f"rollout.engines={devices // tp * nodes}"
         if tp > devices:

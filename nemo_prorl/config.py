@@ -415,6 +415,7 @@ class LaunchConfig:
 
     env: dict[str, str] = key(dict, "environment variables of all processes; variables already set win")
     attempts: int = key(3, "starts in a row without a new checkpoint after which a job ends", least=1)
+    gpus_per_node: int | None = key(None, "GPUs of a node, which a layout must fit; null: not checked", least=1)
 
 
 @dataclass

@@ -125,8 +125,8 @@ def test_the_overrides_of_the_page_make_a_configuration(
 def test_evaluate_takes_them_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr("nemo_prorl.evaluation.run.evaluate", asked.append)
-    nemo_prorl.evaluate("model", "acre", tmp_path, {"rollout": {"max_num_seqs": 8}})
-    assert asked[0].overrides == ("rollout.max_num_seqs=8",)
+    nemo_prorl.evaluate("model", "acre", tmp_path, {"rollout": {"max_num_seqs": 8}}, checkpoint=40)
+    assert (asked[0].overrides, asked[0].checkpoint) == (("rollout.max_num_seqs=8",), "40")
 
 
 def nested() -> Any:

@@ -6,10 +6,13 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import nemo_prorl
+from nemo_prorl import api, settings
 from tests.report.made import make_run
 from tests.whole_runs import SMALL
 
@@ -90,6 +93,25 @@ def test_the_pages_name_the_packages_of_the_model_and_a_present_folder_is_kept(r
     assert done.returncode == 2
     assert done.stderr.endswith(f"error: {tmp_path} exists. Fix: another FOLDER\n")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.starts
+def test_own_data_goes_through_the_chat_template(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The laptop's tokenizer has one, and the prepared prompts are messages."""
+    made: list[Any] = []
+
+    def train(overrides: Any) -> SimpleNamespace:
+        made.append(overrides)
+        return SimpleNamespace(finished=True, metrics=[{"reward/all": 0.5}])
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(nemo_prorl, "train", train)
+    Path("sums.csv").write_text("problem,answer\n" + "".join(f"What is {n} plus 1?,{n + 1}\n" for n in range(30)))
+    runpy.run_path(str(root / "examples" / "own_data.py"))["main"]("sums.csv", ["seed=7"])
+    cfg = settings.load(api._texts(made[0]))
+    assert (cfg.data.prompt, cfg.seed, cfg.data.train[0].path) == ("as_written", 7, "prepared/mine/train.jsonl")
+    [first, *_] = Path(cfg.data.train[0].path).read_text().splitlines()
+    assert json.loads(first)["prompt"][0]["role"] == "user"
 
 
 @pytest.mark.slow

@@ -43,6 +43,7 @@ def share_of_fives(request: Mapping[str, Any]) -> float:
     ("context", "prepare", "cause", "cure"),
     [
         (WHOLE, right_until(9, lambda _: 1.0), "the prompts are solved", "take harder problems"),
+        (SHORT, right_until(9, lambda _: 1.0), "the prompts are solved", "take harder problems"),
         (WHOLE, right_until(60, share_of_fives), "the policy has collapsed: its entropy fell from 2", "start_from=RUN"),
         (LONG, right_until(2, score_of), "cut off before their answer", "more room (trainer.grpo.max_response_tokens"),
         (SHORT, right_until(0, score_of), "hardly ever ends a response, and no response was ever", "with a warm-up"),
@@ -53,7 +54,7 @@ def share_of_fives(request: Mapping[str, Any]) -> float:
         ),
         (WHOLE, right_until(2, score_of, "wrong number"), "too hard for this model", "take easier problems"),
     ],
-    ids=["solved", "collapsed", "cut off", "noise", "form", "hard"],
+    ids=["solved", "solved and cut off", "collapsed", "cut off", "noise", "form", "hard"],
 )
 def test_a_run_without_a_signal_names_its_cause(
     context: int, prepare: Any, cause: str, cure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

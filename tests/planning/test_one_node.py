@@ -84,6 +84,12 @@ WRONG = [
     ),
     (["cluster=h100_4x8", "trainer.grpo.prompts_per_step=4"], "trainer.grpo.prompts_per_step=8"),
     (["cluster=h100_4x8_split", "trainer.num_nodes=5"], "rollout.engines=20"),
+    (["cluster=h100_4x8_split", "trainer.num_nodes=1"], "rollout.engines=6"),
+    (
+        ["cluster=h100_4x8_split", "trainer.devices=5", "rollout.tensor_parallel_size=4"],
+        "rollout.own_devices=false trainer.devices=8",
+    ),
+    (["cluster=h100_1x8", "trainer.devices=16"], "trainer.devices=8"),
 ]
 
 

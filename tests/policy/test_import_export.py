@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nemo_prorl import cli
-from nemo_prorl.errors import CheckpointError, ConfigError
+from nemo_prorl.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from nemo_prorl.policy.tools import export_hf, import_hf
 from tests.policy.models import LLAMA_TIED, MODELS, QWEN2, write_model
 
@@ -117,7 +117,24 @@ def test_a_checkpoint_that_is_not_what_was_saved_is_not_exported(tmp_path: Path)
     file.write_text(json.dumps(json.loads(file.read_text()) | {"weights_sha256": "0" * 64}))
     with pytest.raises(CheckpointError, match="weights_sha256=0000"):
         export_hf(tmp_path / "imported", tmp_path / "again")
+    file.write_text("")
+    with pytest.raises(DamagedCheckpoint, match="state.json cannot be read: .* Fix: mv "):
+        export_hf(tmp_path / "imported", tmp_path / "again")
     assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize(("which", "model"), [("best", "qwen2"), ("2", "qwen2"), ("newest", "llama")])
+def test_the_checkpoint_of_a_run_that_is_named_is_exported(which: str, model: str, tmp_path: Path) -> None:
+    """The run has one of Qwen2, and a newer and worse one of Llama."""
+    newest = tmp_path / "run" / "checkpoints" / "step-000004"
+    for folder, config in ((newest.with_name("step-000002"), QWEN2), (newest, LLAMA_TIED)):
+        import_hf(write_model(tmp_path / folder.name, config), folder)
+    state = json.loads((newest / "state.json").read_text())
+    scores = {step: {"all": {"mean": mean}} for step, mean in (("2", 0.5), ("4", 0.1))}
+    state |= {"validation": {"scores": scores}, "resets": {"done": []}}
+    (newest / "state.json").write_text(json.dumps(state))
+    assert cli.main(["export-hf", str(tmp_path / "run"), str(tmp_path / "out"), "--checkpoint", which]) == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == model
 
 
 def test_a_checkpoint_of_another_model_is_not_exported(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ The first model is the base.  A gain over the base at k = 1 may come from soluti
 often.  A gain at the largest k comes from solutions that the base did not find in that many tries.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,10 @@ from nemo_prorl.evaluation.gains import gain_text, gains_by_start
 from nemo_prorl.evaluation.readings import Reading, domain_name, explained
 from nemo_prorl.evaluation.results import Scored, by_domain, is_graded, numbers, percent, scored
 from nemo_prorl.evaluation.store import Store, read_json
+from nemo_prorl.files import read_object
 from nemo_prorl.planning.columns import columns
+
+_log = logging.getLogger(__name__)
 
 RESAMPLES, SEED, LEVEL = 4000, 0, 0.95
 
@@ -75,6 +79,8 @@ def read(folders: Sequence[Path], least: int = 2) -> list[Evaluated]:
 
 def _read(name: str, folder: Path) -> Evaluated:
     manifest: EvaluationManifest = read_json(folder / "manifest.json")
+    if not (read_object(folder / "results.json") or {}).get("complete"):
+        _log.warning("%s: not all responses are judged; prorl evaluate with the same arguments completes it", folder)
     found = {}
     for benchmark, entry in manifest["benchmarks"].items():
         store = Store(folder, benchmark, writable=False)
@@ -90,7 +96,7 @@ def compare(models: Sequence[Evaluated]) -> EvaluationComparison:
     entries: dict[str, ComparedBenchmark] = {}
     paired: dict[tuple[str, str], Paired] = {}
     for name in common:
-        _check_same_prompts(name, models)
+        _check_comparable(name, models)
         about = models[0].manifest["benchmarks"][name]
         found = {model.name: model.found[name] for model in models}
         entry, pairs = _entry(found, name)
@@ -129,7 +135,16 @@ def compare(models: Sequence[Evaluated]) -> EvaluationComparison:
     }
 
 
-def _check_same_prompts(name: str, models: Sequence[Evaluated]) -> None:
+def _check_comparable(name: str, models: Sequence[Evaluated]) -> None:
+    """Raise DataError unless all evaluations of a benchmark have the same prompts and the same reward function."""
+    scorers = [model.manifest["benchmarks"][name].get("scorer") for model in models]
+    for model, scorer in zip(models, scorers, strict=True):
+        if scorer != scorers[0]:
+            raise DataError(
+                f"{model.folder}: its responses to {name} were judged by another reward function than those of"
+                f" {models[0].folder} (scorer in manifest.json: {scorer}, {scorers[0]}). Fix: evaluate one again, with"
+                " the other's function, in a new folder"
+            )
     hashes = [model.manifest["benchmarks"][name]["prompts_sha256"] for model in models]
     for model, value in zip(models, hashes, strict=True):
         if value != hashes[0]:

@@ -40,6 +40,8 @@ class BenchmarkManifest(BenchmarkAbout):
     """over ids, tasks, prompts and truths of the evaluated prompt records"""
     prompts: Number
     """number of evaluated prompts"""
+    scorer: NotRequired[str]
+    """FILE.py:FUNCTION of the user that judges the task, with the sha256 of the file instead of its path"""
     sampling: SamplingJson
 
 

@@ -18,6 +18,7 @@ from nemo_prorl.evaluation.formats import BenchmarkManifest, EvaluationManifest
 from nemo_prorl.evaluation.models import Model
 from nemo_prorl.evaluation.store import read_json
 from nemo_prorl.files import shortened
+from nemo_prorl.rewards.functions import identity
 
 _log = logging.getLogger(__name__)
 
@@ -51,14 +52,16 @@ def manifest_of(
         "seed": seed,
         "data": None if data is None else str(data.resolve()),
         "limit": limit,
-        "benchmarks": {one.name: _entry(one, records[one.name]) for one in benchmarks},
+        "benchmarks": {
+            one.name: _entry(one, records[one.name], cfg.rewards.functions.get(one.task)) for one in benchmarks
+        },
         "engine": engine,
         "rewards": plain(cfg.rewards.plugins),
         "versions": _versions(cfg, engine is not None),
     }
 
 
-def _entry(one: Benchmark, records: Sequence[Mapping[str, Any]]) -> BenchmarkManifest:
+def _entry(one: Benchmark, records: Sequence[Mapping[str, Any]], function: str | None) -> BenchmarkManifest:
     entry: BenchmarkManifest = {
         **one.about(),
         "file_sha256": one.sha256,
@@ -68,6 +71,8 @@ def _entry(one: Benchmark, records: Sequence[Mapping[str, Any]]) -> BenchmarkMan
     }
     if one.file is not None:
         entry["file"] = one.file
+    if function is not None:
+        entry["scorer"] = identity(function)
     return entry
 
 
@@ -113,6 +118,7 @@ def merged(
     for name in old["benchmarks"].keys() & manifest["benchmarks"].keys():
         before, after = old["benchmarks"][name], manifest["benchmarks"][name]
         differ += [f"{name}: other prompts"] if before["prompts_sha256"] != after["prompts_sha256"] else []
+        differ += [f"{name}: another reward function"] if before.get("scorer") != after.get("scorer") else []
         for key, value in after["sampling"].items():
             if key != "samples" and before["sampling"][key] != value:
                 differ.append(f"{name}: {key} {value} (there: {before['sampling'][key]})")
@@ -145,6 +151,10 @@ def check_expected(manifest: EvaluationManifest, expected: EvaluationManifest) -
         for key, what in _HASHES.items():
             if now[key] != was[key]:
                 raise DataError(f"--manifest: {name}: {what} changed ({key} {was[key][:12]}, now {now[key][:12]})")
+        if now.get("scorer") != was.get("scorer"):
+            raise DataError(
+                f"--manifest: {name}: the reward function changed (scorer {was.get('scorer')}, now {now.get('scorer')})"
+            )
     if manifest["versions"] != expected["versions"]:
         _log.warning(
             "--manifest: package versions differ, so numbers may differ: were %s, are now %s",

@@ -74,6 +74,13 @@ def files_sha256(functions: Mapping[str, str]) -> dict[str, str]:
     return {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(files) if file.is_file()}
 
 
+def identity(place: str) -> str:
+    """Return the value of `rewards.functions.TASK` with the sha256 of each file instead of its path."""
+    matches = [_FUNCTION.fullmatch(one.strip()) for one in place.split(_AND)]
+    parts = [(Path(match["file"]), match[0].removeprefix(match["file"])) for match in matches if match is not None]
+    return _AND.join(hashlib.sha256(file.read_bytes()).hexdigest() + function for file, function in parts)
+
+
 def name_of(task: str, place: str) -> str:
     """Return the name of the plugin that is made from the functions of a task: `TASK=PLACE`.
 

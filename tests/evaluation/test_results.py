@@ -228,3 +228,22 @@ def test_prompts_that_one_model_has_no_verdict_on_are_left_out_of_the_pairs(tmp_
     [one] = found["benchmarks"]["laptop_gcd"]["differences"]
     assert one["prompts"] == 2
     assert one["pass@1"]["difference"] == 0.5
+
+
+def test_only_what_the_same_function_judged_is_compared(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("a", "b"):
+        write(tmp_path / name, "laptop_gcd", [[1.0], [0.0]])
+        (tmp_path / name / "results.json").write_text('{"complete": true}')
+    manifest = json.loads((tmp_path / "b" / "manifest.json").read_text())
+    manifest["benchmarks"]["laptop_gcd"]["scorer"] = "0" * 64 + ":score"
+    assert against("evaluation-manifest", manifest) == []
+    compare.compare(compare.read([tmp_path / "a", tmp_path / "b"]))
+    assert not caplog.records
+    (tmp_path / "b" / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(
+        DataError, match=r"b: its responses to laptop_gcd were judged by another reward function .*:score, None"
+    ):
+        compare.compare(compare.read([tmp_path / "a", tmp_path / "b"]))
+    (tmp_path / "a" / "results.json").write_text('{"complete": false}')
+    compare.read([tmp_path / "a", tmp_path / "b"])
+    assert "a: not all responses are judged" in caplog.text

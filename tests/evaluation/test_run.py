@@ -1,6 +1,7 @@
 """`prorl evaluate` in one process: a real HTTP server answers, and a function judges in place of the reward server."""
 
 import asyncio
+import hashlib
 import json
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -159,6 +160,29 @@ def test_a_manifest_repeats_its_evaluation_or_says_what_has_changed(
     file.write_text(file.read_text().replace("0 + 1?", "1 + 0?"))
     assert main([*again, str(tmp_path / "other")]) == DataError.exit_code
     assert len(address[1].bodies) == 12
+
+
+def test_another_reward_function_is_another_evaluation(
+    tmp_path: Path, judge: type[Judge], evaluate: Evaluate, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The file's content and the function's name decide, not its path; --manifest says what has changed."""
+    records = [{**record, "task": "own"} for record in RECORDS]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    own = tmp_path / "own.py"
+    own.write_text("def score(prompt, response, truth):\n    return 1.0\n")
+    function = f"rewards.functions.own={own}:score"
+    assert evaluate("out", function, records="own") == 0
+    entry = json.loads((tmp_path / "out" / "manifest.json").read_text())["benchmarks"]["own"]
+    assert entry["scorer"] == hashlib.sha256(own.read_bytes()).hexdigest() + ":score"
+    own.rename(own := tmp_path / "moved.py")
+    moved = f"rewards.functions.own={own}:score"
+    assert evaluate("out", moved, records="own") == 0
+    own.write_text("def score(prompt, response, truth):\n    return 0.0\n")
+    assert evaluate("out", moved, records="own") == ConfigError.exit_code
+    assert "differs in: own: another reward function" in caplog.text
+    again = ["evaluate", "--manifest", str(tmp_path / "out" / "manifest.json"), "--out", str(tmp_path / "again"), moved]
+    assert main(again) == DataError.exit_code
+    assert "own: the reward function changed" in caplog.text
 
 
 def test_engines_have_the_context_of_the_longest_benchmark_and_at_most_the_model_s(

@@ -10,7 +10,7 @@ from pathlib import Path
 from nemo_prorl.config import DeadlinesConfig
 from nemo_prorl.launcher.processes import Child
 from nemo_prorl.rollout.engine.sleep import HELD_SUFFIX
-from nemo_prorl.service import Endpoint
+from nemo_prorl.service import ServiceEndpoint
 
 _log = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class _Service:
         """Return the address for health checks; None until the current process is ready."""
         if self.child.endpoint is None:
             return None
-        endpoint = Endpoint.read(self.child.endpoint)
+        endpoint = ServiceEndpoint.read(self.child.endpoint)
         if endpoint is None or endpoint.pid != self.pid or not endpoint.ready:
             return None
         return endpoint.url + _PATHS[endpoint.kind]

@@ -329,7 +329,8 @@ def _engines(cfg: DictConfig) -> None:
             fix = f"rollout.engines={room}" if room > 0 else f"rollout.own_devices=false {fix}"
         raise ConfigError(
             f"{devices_words(cfg)} = {each} GPUs per node (rollout.engines={engines}, trainer.num_nodes={nodes}):"
-            f" expected at most launch.gpus_per_node={most}. Fix: {fix}"
+            f" expected at most launch.gpus_per_node={most}, the GPUs that a"
+            f" node has. Fix: {fix}"
         )
     if cfg.trainer.accelerator == "gpu" and not rollout.own_devices and needed > nodes * devices:
         fix = f"rollout.engines={devices // tp * nodes}"

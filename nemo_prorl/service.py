@@ -18,7 +18,7 @@ _LONGEST_PAUSE_S = 5.0
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class ServiceEndpoint:
     """The address of a service, from its endpoint file.
 
     `kind`: engine or rewards.  `weights_dir`: folder of the weights on the engine's node; None: not stated.
@@ -32,7 +32,7 @@ class Endpoint:
     weights_dir: Path | None = None
 
     @classmethod
-    def read(cls, file: Path) -> "Endpoint | None":
+    def read(cls, file: Path) -> "ServiceEndpoint | None":
         """Return the content of an endpoint file; None if it is missing, incomplete, or of another kind."""
         found = read_object(file) or {}
         try:
@@ -43,9 +43,9 @@ class Endpoint:
             return None
 
 
-def endpoints_in(folder: Path, pattern: str = "*.json") -> Iterator[Endpoint]:
+def endpoints_in(folder: Path, pattern: str = "*.json") -> Iterator[ServiceEndpoint]:
     """Return an iterator over the endpoints in a folder, by name."""
-    return filter(None, map(Endpoint.read, sorted(folder.glob(pattern))))
+    return filter(None, map(ServiceEndpoint.read, sorted(folder.glob(pattern))))
 
 
 @dataclass

@@ -16,7 +16,7 @@ from typing import TypedDict, cast
 
 from nemo_prorl.files import read_object
 from nemo_prorl.schema import Count, Number, Time
-from nemo_prorl.service import Endpoint
+from nemo_prorl.service import ServiceEndpoint
 
 RESTART_SUFFIX = ".restart"  # endpoints/engine-K.restart: a request to the supervisor to start this engine again
 _POINTS = 60  # of a window; more points cost time and say little more
@@ -192,7 +192,7 @@ def request_restart(endpoints: Path, above_bytes: float) -> str | None:
         if name.startswith("engine-") and process["proportional_bytes"] > above_bytes
     }
     for name in sorted(large, key=lambda name: -large[name]["proportional_bytes"]):
-        endpoint = Endpoint.read(endpoints / f"{name}.json")
+        endpoint = ServiceEndpoint.read(endpoints / f"{name}.json")
         if endpoint is not None and endpoint.pid == large[name]["pid"]:
             with suppress(OSError):
                 (endpoints / f"{name}{RESTART_SUFFIX}").touch()

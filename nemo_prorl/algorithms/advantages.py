@@ -5,14 +5,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from nemo_prorl.algorithms.registry import Registry
+from nemo_prorl.algorithms.registry import NamedFunctions
 
 STD_EPSILON = 1e-6
 
 # Each function has the arguments (centred_GN, reward_GN, valid_GN): rewards minus the mean of their group, rewards, and
 # which of them count.  Both are float64, and 0 where not valid; centred_GN also where all rewards of a group are equal.
 # It returns the advantages, [G, N]; `group_advantages` sets those to 0 that must be.
-ADVANTAGES: Registry[Callable[[Tensor, Tensor, Tensor], Tensor]] = Registry("trainer.grpo.advantage")
+ADVANTAGES: NamedFunctions[Callable[[Tensor, Tensor, Tensor], Tensor]] = NamedFunctions("trainer.grpo.advantage")
 
 
 def reward_spread(reward_GN: Tensor, valid_GN: Tensor) -> Tensor:

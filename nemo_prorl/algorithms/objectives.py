@@ -11,14 +11,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from nemo_prorl.algorithms.registry import Registry
+from nemo_prorl.algorithms.registry import NamedFunctions
 from nemo_prorl.config import GRPOConfig
 
 MAX_LOG_RATIO = 20.0  # exp(20) is 4.9e8: far outside any clip range, and sums of it stay finite in float32
 MOST_VARIATION = 0.2  # of `dppo`: largest change of a token's probability (arXiv 2602.04879)
 
 Objective = Callable[[Tensor, Tensor, Tensor, Tensor, GRPOConfig], Tensor]
-OBJECTIVES: Registry[Objective] = Registry("trainer.grpo.loss")
+OBJECTIVES: NamedFunctions[Objective] = NamedFunctions("trainer.grpo.loss")
 
 
 def token_ratio(logp_BT: Tensor, old_logp_BT: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ Check = Callable[[GRPOConfig], str | None]
 
 
 @dataclass(frozen=True)
-class Case:
+class TrialResponses:
     """Responses with ratios inside and outside of every usual bound; row 2 counts no token, row 3 a single one."""
 
     logp_BT: Tensor
@@ -29,7 +29,9 @@ class Case:
     group_tokens_B: Tensor
 
     @classmethod
-    def make(cls, seed: int = 0, rows: int = 12, tokens: int = 6, dtype: torch.dtype = torch.float64) -> "Case":
+    def make(
+        cls, seed: int = 0, rows: int = 12, tokens: int = 6, dtype: torch.dtype = torch.float64
+    ) -> "TrialResponses":
         generator = torch.Generator().manual_seed(seed)
 
         def noise(scale: float) -> Tensor:
@@ -45,10 +47,10 @@ class Case:
         logp_BT, old_BT, ref_BT, advantage_B = (x.to(dtype) for x in (logp_BT, old_BT, ref_BT, advantage_B))
         return cls(logp_BT, old_BT, ref_BT, advantage_B, mask_BT, groups_B)
 
-    def rows(self, index: Tensor | slice) -> "Case":
-        return Case(*(getattr(self, f.name)[index] for f in fields(self)))
+    def rows(self, index: Tensor | slice) -> "TrialResponses":
+        return TrialResponses(*(getattr(self, f.name)[index] for f in fields(self)))
 
-    def padded(self) -> "Case":
+    def padded(self) -> "TrialResponses":
         """Return the case with four more rows and five more positions, three of them on the left, all of them nan."""
         rows, tokens = self.mask_BT.shape
         values = {}
@@ -61,10 +63,10 @@ class Case:
                 values[f.name][:rows, 3 : 3 + tokens] = value
             else:
                 values[f.name][:rows] = value
-        return Case(**values)
+        return TrialResponses(**values)
 
 
-def gradient(parts: list[Case], config: GRPOConfig) -> tuple[float, Tensor]:
+def gradient(parts: list[TrialResponses], config: GRPOConfig) -> tuple[float, Tensor]:
     """Return the loss of an update and its gradient in logp, [B, T], for micro-batches with one global denominator."""
     terms = (denominator_terms(p.mask_BT, config.aggregation, 11.0, p.group_tokens_B) for p in parts)
     denominator = sum(terms, torch.zeros((), dtype=torch.float64))
@@ -97,21 +99,21 @@ def _differs(what: str, other: tuple[float, Tensor], whole: tuple[float, Tensor]
 
 def micro_batches(config: GRPOConfig) -> str | None:
     """The sum over micro-batches and ranks is the loss of the whole update."""
-    case = Case.make()
+    case = TrialResponses.make()
     parts = [case.rows(slice(a, b)) for a, b in ((0, 1), (1, 3), (3, 8), (8, 12))]
     return _differs("cut into four micro-batches", gradient(parts, config), gradient([case], config), 1e-12)
 
 
 def order(config: GRPOConfig) -> str | None:
     """The order of the responses does not matter."""
-    case, order_B = Case.make(), torch.randperm(12, generator=torch.Generator().manual_seed(1))
+    case, order_B = TrialResponses.make(), torch.randperm(12, generator=torch.Generator().manual_seed(1))
     loss, gradient_BT = gradient([case.rows(order_B)], config)
     return _differs("in another order", (loss, gradient_BT[order_B.argsort()]), gradient([case], config), 1e-12)
 
 
 def padding(config: GRPOConfig) -> str | None:
     """Positions where the mask is False reach neither the loss nor the gradient, nan included."""
-    case = Case.make()
+    case = TrialResponses.make()
     loss, gradient_BT = gradient([case.padded()], config)
     rows, tokens = case.mask_BT.shape
     inner_BT = gradient_BT[:rows, 3 : 3 + tokens].clone()
@@ -123,13 +125,13 @@ def padding(config: GRPOConfig) -> str | None:
 
 def float64(config: GRPOConfig) -> str | None:
     """Loss and gradient in float32 are those in float64, up to rounding."""
-    exact, rounded = (gradient([Case.make(dtype=dtype)], config) for dtype in (torch.float64, torch.float32))
+    exact, rounded = (gradient([TrialResponses.make(dtype=dtype)], config) for dtype in (torch.float64, torch.float32))
     return _differs("in float32", rounded, exact, 1e-5)
 
 
 def direction(config: GRPOConfig) -> str | None:
     """Before the first update (all ratios 1), a positive advantage raises each token's probability."""
-    case = Case.make()
+    case = TrialResponses.make()
     case = replace(case, logp_BT=case.old_logp_BT.clone())
     _, gradient_BT = gradient([case], replace(config, kl_coef=0.0, entropy_coef=0.0))
     counted_BT = case.mask_BT & (case.advantage_B != 0.0)[:, None]
@@ -139,7 +141,7 @@ def direction(config: GRPOConfig) -> str | None:
 
 def no_advantage(config: GRPOConfig) -> str | None:
     """Without an advantage nothing moves the policy."""
-    case = Case.make()
+    case = TrialResponses.make()
     case = replace(case, advantage_B=torch.zeros_like(case.advantage_B))
     _, gradient_BT = gradient([case], replace(config, kl_coef=0.0, entropy_coef=0.0))
     return None if not gradient_BT.any() else "with advantage 0 there is a gradient"
@@ -147,7 +149,7 @@ def no_advantage(config: GRPOConfig) -> str | None:
 
 def extremes(config: GRPOConfig) -> str | None:
     """Ratios of exp(200) and exp(-200) give a finite loss and a finite gradient in float32."""
-    case = Case.make(dtype=torch.float32)
+    case = TrialResponses.make(dtype=torch.float32)
     far_BT = torch.where(torch.arange(6) % 2 == 0, 200.0, -200.0)
     case = replace(case, logp_BT=case.old_logp_BT + far_BT, mask_BT=torch.ones_like(case.mask_BT))
     loss, gradient_BT = gradient([case], replace(config, kl_coef=0.0))

@@ -9,7 +9,7 @@ from nemo_prorl.own_functions import function_at, is_place
 F = TypeVar("F", bound=Callable[..., object])
 
 
-class Registry(Generic[F]):
+class NamedFunctions(Generic[F]):
     """The functions that a key may name: those registered here, and functions of the user by their place.
 
     Args:

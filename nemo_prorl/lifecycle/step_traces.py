@@ -21,7 +21,7 @@ import httpx
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import DeadlineExceeded
 from nemo_prorl.files import write_json
-from nemo_prorl.service import Endpoint
+from nemo_prorl.service import ServiceEndpoint
 from nemo_prorl.tracing import RECORDER, timeline
 
 _log = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ def _ask_one(endpoints: Path, token: str, record: bool, seconds: float, name: st
     The reply gets `wall_offset`: seconds by which the service's clock is ahead of this machine's.
     """
     try:
-        endpoint = Endpoint.read(endpoints / f"{name}.json")
+        endpoint = ServiceEndpoint.read(endpoints / f"{name}.json")
         if endpoint is None:
             return f"{name}.json: no such endpoint file"
         url, headers = endpoint.url + _PATHS[endpoint.kind], {"Authorization": f"Bearer {token}"}

@@ -14,13 +14,14 @@ _log = logging.getLogger(__name__)
 
 JOB_START = "PRORL_JOB_START"  # start of the job, in seconds since 1970; set by the supervisor
 # The signal that tells a rank which signal the supervisor received.  Ctrl-C is not passed on as SIGINT, because Python
-# raises KeyboardInterrupt for SIGINT while a rank still imports its modules.
-FORWARDED_AS = {
+# raises KeyboardInterrupt for SIGINT while a rank still imports its modules.  SIGUSR1 is blocked in a rank, because
+# Slurm sends it to all processes of a task (`launcher.processes`).  No program gives the other two another meaning.
+FORWARDED_AS: dict[signal.Signals, int] = {
     signal.SIGTERM: signal.SIGTERM,
-    signal.SIGUSR1: signal.SIGUSR1,
-    signal.SIGINT: signal.SIGRTMIN,  # no program gives this signal another meaning
+    signal.SIGINT: signal.SIGRTMIN,
+    signal.SIGUSR1: signal.SIGRTMIN + 1,
 }
-_NAMES = {signal.SIGRTMIN: "SIGINT (Ctrl-C)"}
+_NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGRTMIN: "SIGINT (Ctrl-C)", signal.SIGRTMIN + 1: "SIGUSR1"}
 _STEPS_RESERVED = 1.5  # longest steps that must fit before the job's end: one step, and half for checkpoint and exit
 _FINISH_RESERVED = 2.0  # the stop request comes this many times `finish_step_s` before the job's end
 
@@ -69,8 +70,7 @@ class Stopping:
             self._abandon()
 
     def on_signal(self, number: int, _: object) -> None:
-        received = signal.Signals(number)
-        self.request_stop(_NAMES.get(received, received.name), logging.DEBUG)  # the supervisor has logged the signal
+        self.request_stop(_NAMES[number], logging.DEBUG)  # the supervisor has logged the signal
 
     def reason(self) -> str | None:
         """Return the reason to stop now, or None.

@@ -32,6 +32,7 @@ from nemo_prorl.migration.shell import Expression
 from nemo_prorl.migration.trainers import RULES
 
 _LIMIT = {"model.micro_batch_tokens": 16384, "rollout.max_batched_tokens": 16384}  # of cluster=h100_4x8
+_GPUS_PER_NODE = 8  # of cluster=h100_4x8
 _PROMPT_ROOM = 1024  # tokens of the context for prompts, where the other trainer does not limit them
 # What decides the algorithm: if no rule could set one of these, the user must.
 _DECIDE = {
@@ -134,6 +135,8 @@ def _devices(made: Converted) -> None:
         overrides.setdefault(nodes, 1)  # the default of the other trainers
     elif nodes not in overrides and overrides.get(tensor_parallel, 1) == 1:
         return
+    if isinstance(each := overrides.get(devices), int) and each > _GPUS_PER_NODE:
+        overrides["launch.gpus_per_node"] = each
     sizes = overrides.get(nodes, 4), overrides.get(devices, 8), overrides.get(tensor_parallel, 1)  # 4 x 8: the cluster
     if all(isinstance(size, int) and size > 0 for size in sizes):
         overrides.setdefault("rollout.engines", max(1, sizes[0] * sizes[1] // sizes[2]))

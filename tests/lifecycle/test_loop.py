@@ -22,6 +22,7 @@ from nemo_prorl.lifecycle import stages
 from nemo_prorl.lifecycle.control import Request, Requests
 from nemo_prorl.lifecycle.stages import Origin
 from nemo_prorl.lifecycle.step_traces import StepTraces
+from nemo_prorl.lifecycle.stopping import FORWARDED_AS
 from nemo_prorl.lifecycle.warmup import warm_up
 from nemo_prorl.rewards.second import SecondVerifiers
 from nemo_prorl.rollout.overlap import OneStepOff
@@ -112,7 +113,7 @@ def test_a_finished_process_has_waited_for_its_trace(tmp_path: Path, monkeypatch
 
 def test_a_signal_stops_a_process_after_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = SmallRun(config(tmp_path, checkpoint_every=99))
-    prepare = at_step(run, {2: lambda: signal.raise_signal(signal.SIGUSR1)}, monkeypatch)
+    prepare = at_step(run, {2: lambda: signal.raise_signal(FORWARDED_AS[signal.SIGUSR1])}, monkeypatch)
     with pytest.raises(StoppedCleanly, match="SIGUSR1: stopped after step 2"):
         run.process(monkeypatch, prepare)
     assert kept(run) == [2]
@@ -344,7 +345,9 @@ def test_an_engine_that_grows_too_large_is_restarted_and_no_alarm_when_it_does_n
     def prepare(trainer: Trainer) -> None:
         process = {"pid": 7, "proportional_bytes": 2e9}
         monkeypatch.setattr("nemo_prorl.usage.newest", lambda folder: [{"processes": {"engine-0": process}}])
-        (tmp_path / "endpoints" / "engine-0.json").write_text(json.dumps({"pid": 7}))
+        (tmp_path / "endpoints" / "engine-0.json").write_text(
+            json.dumps({"pid": 7, "kind": "engine", "url": "http://x", "state": "ready"})
+        )
         run.engines.wake_failures = {"engine-0": "it ended", "engine-1": "out of memory"}
 
     go(run, monkeypatch, prepare)

@@ -26,7 +26,7 @@ def test_a_signal_stops_after_the_step_and_later_gives_up_the_rollout() -> None:
     stopping, given_up = Stopping(DeadlinesConfig(finish_step_s=0.2)), threading.Event()
     stopping.set_abandon(given_up.set)
     began = time.monotonic()
-    stopping.on_signal(signal.SIGUSR1, None)
+    stopping.on_signal(FORWARDED_AS[signal.SIGUSR1], None)
     assert stopping.reason() == "SIGUSR1"
     assert not given_up.is_set()
     assert given_up.wait(5)

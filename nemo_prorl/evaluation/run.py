@@ -202,7 +202,7 @@ async def _work(
     from nemo_prorl.evaluation.duration import estimate
     from nemo_prorl.evaluation.sampling import Work, plan
     from nemo_prorl.evaluation.services import Services
-    from nemo_prorl.evaluation.sources import LocalEngines
+    from nemo_prorl.evaluation.sources import Endpoint, LocalEngines
     from nemo_prorl.service import read_token
 
     source: ResponseSource

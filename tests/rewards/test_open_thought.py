@@ -215,12 +215,10 @@ def replies(prompt: Any, choice: Mapping[str, Any], **options: bool) -> str:
     """The text that is judged, of a server's answer to a prompt."""
     endpoint = Endpoint("http://x/v1", "tiny", None, 1, 1.0, **options)
 
-    async def once(body: dict[str, Any], deadline: Deadline) -> Any:
-        from nemo_prorl.evaluation.sources import _reply_of
+    async def post(path: str, body: Mapping[str, Any], deadline: Deadline, read: Callable[[Any], Any]) -> Any:
+        return read({"choices": [choice]})
 
-        return _reply_of({"choices": [choice]}, "messages" in body)
-
-    endpoint._once = once  # type: ignore[method-assign]
+    endpoint._server.post = post  # type: ignore[method-assign]
     texts: list[str] = []
     record = {"id": "a", "prompt": prompt}
     asyncio.run(endpoint.generate(record, Sampling(max_response=8), [1], lambda _, reply: texts.append(reply.text)))

@@ -100,7 +100,9 @@ def open_model(path: Path, out: Path, which: str) -> Model:
     if kind != "hf":
         step = read_state(folder)["step"]
         folder = _exported(folder, out / "model")
-    weights = weights_sha256(folder)
+    from nemo_prorl.policy.weights import HFFolder, sha256_of  # torch is slow to import
+
+    weights = sha256_of(HFFolder(folder).tensors())
     source = path.resolve()
     return Model(source.name, kind, _identity(folder, weights), str(source), folder, weights, step)
 
@@ -122,22 +124,6 @@ def _exported(checkpoint: Path, into: Path) -> Path:
     _log.info("%s: exporting it as a Hugging Face folder", checkpoint)
     export_hf(checkpoint.resolve(), folder)
     return folder
-
-
-def weights_sha256(folder: Path) -> str:
-    """Return the sha256 over all tensors as float32 in order of their names, comparable with a run's summary.json."""
-    from safetensors import safe_open
-
-    from nemo_prorl.policy.weights import Digests
-
-    digests, files = Digests(), sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"{folder}: expected weights (*.safetensors), found none")
-    for file in files:
-        with safe_open(file, "pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  not a mapping
-                digests.add(name, opened.get_tensor(name))
-    return digests.sha256()
 
 
 def _identity(folder: Path, weights: str) -> str:

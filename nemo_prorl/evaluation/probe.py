@@ -134,7 +134,6 @@ def probe(cfg: DictConfig, out: Path, prompts: int, samples: int) -> dict[str, A
     """
     from nemo_prorl.data.blend import LoadedData, load_sources, of_tasks
     from nemo_prorl.data.lengths import PromptLengths, fit
-    from nemo_prorl.evaluation.models import open_model
     from nemo_prorl.evaluation.run import local_engines
     from nemo_prorl.evaluation.sampling import sample_and_judge
     from nemo_prorl.files import write_json
@@ -145,7 +144,7 @@ def probe(cfg: DictConfig, out: Path, prompts: int, samples: int) -> dict[str, A
     cfg.pretrained_checkpoint.restore_from_path = str(folder.resolve())  # the engines' model
     check_node(cfg, trains=False)
     with locked(out), tempfile.TemporaryDirectory() as stored:  # probe.json has all responses at the end
-        engines = local_engines(cfg, open_model(folder, out, "newest"), cfg.trainer.grpo.context_tokens)
+        engines = local_engines(cfg, folder, cfg.trainer.grpo.context_tokens)
         used = LoadedData(of_tasks(load_sources(cfg.data).train, cfg.data), [])
         parts: list[BenchmarkWork] = []
         for source, records in fit(cfg, used, PromptLengths(folder, cfg.data)).train:

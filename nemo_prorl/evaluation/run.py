@@ -203,22 +203,24 @@ def _source(options: EvaluationOptions, cfg: DictConfig, model: Model) -> "Respo
     from nemo_prorl.evaluation.sources import Endpoint
 
     if model.folder is not None:
-        return local_engines(cfg, model)
+        return local_engines(cfg, model.folder)
+    about = model.about
     token, seconds = os.environ.get(options.token_env), cfg.trainer.deadlines.rollout_s
-    return Endpoint(model.source, model.name, token, options.requests, seconds, model.opens_thought)
+    opens_thought = about.get("opens_thought", False)
+    return Endpoint(about["url"], about["name"], token, options.requests, seconds, opens_thought)
 
 
-def local_engines(cfg: DictConfig, model: Model, context_tokens: int = 1 << 30) -> "LocalEngines":
+def local_engines(cfg: DictConfig, model: Path, context_tokens: int = 1 << 30) -> "LocalEngines":
     """Return a source of responses from this machine's engines; call `connect` once the engines run.
 
+    `model`: Hugging Face folder.
     A prompt that leaves no room in `context_tokens` is refused; LocalEngines checks the context of each benchmark.
     """
     from nemo_prorl.data.render import PromptRenderer
     from nemo_prorl.evaluation.sources import LocalEngines
 
-    assert model.folder is not None
-    renderer = PromptRenderer(model.folder, context_tokens, cfg.data)
-    stop = models.stop_tokens(model.folder) | {renderer.eos_id}
+    renderer = PromptRenderer(model, context_tokens, cfg.data)
+    stop = models.stop_tokens(model) | {renderer.eos_id}
     per_engine = 2 * cfg.rollout.max_num_seqs  # a full batch is running and another is waiting
     return LocalEngines(renderer, sorted(stop), per_engine, cfg.rollout.engines, cfg.trainer.deadlines.rollout_s)
 

@@ -85,10 +85,6 @@ class LocalEngines:
         """Connect to the engines that announce themselves in the folder `endpoints`.  Call it before `generate`."""
         self._pool = EnginePool(endpoints, token, engines, self._per_engine)
 
-    def length(self, record: Mapping[str, Any]) -> int:
-        """Return the number of tokens of a record's prompt."""
-        return self._renderer.length(record)
-
     def check(self, record: Mapping[str, Any], sampling: Sampling) -> None:
         self.request(record, sampling)
 

@@ -247,6 +247,6 @@ def test_what_was_said_of_an_address_is_in_its_manifest() -> None:
     from nemo_prorl.evaluation.models import on_server
 
     opens, plain = (on_server("http://x/v1", "tiny", opens) for opens in (True, False))
-    assert json.loads(json.dumps(opens.to_json()))["opens_thought"] is True
-    assert "opens_thought" not in plain.to_json()
-    assert opens.sha256 != plain.sha256
+    assert json.loads(json.dumps(opens.about))["opens_thought"] is True
+    assert "opens_thought" not in plain.about
+    assert opens.about["sha256"] != plain.about["sha256"]

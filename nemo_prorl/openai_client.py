@@ -19,8 +19,11 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _TEMPORARY = (408, 409, 425, 429)  # HTTP status below 500 after which a retry may succeed
 
 
-class RequestRefused(ProrlError):
-    """A request that the server refused; a retry cannot succeed.  `status`: of HTTP."""
+class RequestRefused(Exception):
+    """A request that the server refused with HTTP `status`; a retry cannot succeed.
+
+    It does not reach users: callers say in an error of their own which option to change.
+    """
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)

@@ -200,14 +200,14 @@ def _part(out: Path, benchmark: Benchmark, records: list[dict[str, Any]] | None)
 
 
 def _source(options: EvaluationOptions, cfg: DictConfig, model: Model) -> "ResponseSource":
-    from nemo_prorl.evaluation.sources import Endpoint
+    from nemo_prorl.evaluation.sources import ServedModel
 
     if model.folder is not None:
         return local_engines(cfg, model.folder)
     about = model.about
     token, seconds = os.environ.get(options.token_env), cfg.trainer.deadlines.rollout_s
     opens_thought = about.get("opens_thought", False)
-    return Endpoint(about["url"], about["name"], token, options.requests, seconds, opens_thought)
+    return ServedModel(about["url"], about["name"], token, options.requests, seconds, opens_thought)
 
 
 def local_engines(cfg: DictConfig, model: Path, context_tokens: int = 1 << 30) -> "LocalEngines":

@@ -123,7 +123,7 @@ class LocalEngines:
             await self._pool.close()
 
 
-class Endpoint:
+class ServedModel:
     """A model on an OpenAI-compatible server.  Messages go to /chat/completions, text prompts to /completions."""
 
     def __init__(

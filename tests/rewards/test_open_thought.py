@@ -18,7 +18,7 @@ from nemo_prorl.data.render import PromptRenderer
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.evaluation.catalogue import Sampling, catalogue
 from nemo_prorl.evaluation.sampling import BenchmarkWork, Work, plan
-from nemo_prorl.evaluation.sources import Endpoint, LocalEngines
+from nemo_prorl.evaluation.sources import LocalEngines, ServedModel
 from nemo_prorl.evaluation.store import Store
 from nemo_prorl.lifecycle.records import write_rollouts
 from nemo_prorl.rewards.client import RewardClient
@@ -213,7 +213,7 @@ def test_a_warm_up_teaches_what_verifiers_accept(renderer: PromptRenderer) -> No
 
 def replies(prompt: Any, choice: Mapping[str, Any], **options: bool) -> str:
     """The text that is judged, of a server's answer to a prompt."""
-    endpoint = Endpoint("http://x/v1", "tiny", None, 1, 1.0, **options)
+    endpoint = ServedModel("http://x/v1", "tiny", None, 1, 1.0, **options)
 
     async def post(path: str, body: Mapping[str, Any], deadline: Deadline, read: Callable[[Any], Any]) -> Any:
         return read({"choices": [choice]})

@@ -150,7 +150,8 @@ def probe(cfg: DictConfig, out: Path, prompts: int, samples: int) -> dict[str, A
         for source, records in fit(cfg, used, PromptLengths(folder, cfg.data)).train:
             chosen = random.Random(f"{cfg.seed} {source.name}").sample(records, min(prompts, len(records)))
             parts.append(_part(cfg, source.name, chosen, samples, Path(stored) / str(len(parts))))
-        work = asyncio.run(sample_and_judge(cfg, out, parts, engines, cfg.seed, cfg.rollout.engines))
+        num_engines = cfg.rollout.engines
+        work = asyncio.run(sample_and_judge(cfg, out, parts, engines, seed=cfg.seed, num_engines=num_engines))
         assert work is not None, "nothing was stored before"
         sources = [_judged(part) for part in parts]
         numbers = [facts(source, part.benchmark.task) for source, part in zip(sources, parts, strict=True)]

@@ -186,7 +186,12 @@ def _measured(one: Evaluated, name: str) -> Measured:
     found, manifest = one.found[name], one.manifest
     model, entry = manifest["model"], manifest["benchmarks"][name]
     return Measured(
-        found, numbers(found), entry, manifest["limit"], model["kind"] == "endpoint", bool(model.get("step"))
+        found=found,
+        numbers=numbers(found),
+        entry=entry,
+        limit=manifest["limit"],
+        is_endpoint=model["kind"] == "endpoint",
+        is_trained=bool(model.get("step")),
     )
 
 

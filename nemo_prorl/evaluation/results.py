@@ -102,12 +102,20 @@ def sample_of(line: EvaluationSample, verdict: StoredVerdict | None, task: str =
 
     `verdict` is None if the response has not been judged.
     """
-    has_form = FORMS[task] in line["response"] if task in FORMS else None
-    if verdict is None or verdict["score"] is None:
-        return Sample(None, None, line["tokens"], line["finished"], "infrastructure", has_form)
-    correct = verdict["correct"]
-    correct = verdict["score"] >= _CORRECT_FROM if correct is None else bool(correct)
-    return Sample(correct, verdict["score"], line["tokens"], line["finished"], verdict["failure"], has_form)
+    score = None if verdict is None else verdict["score"]
+    correct: bool | None = None
+    failure: str | None = "infrastructure"
+    if verdict is not None and score is not None:
+        failure, correct = verdict["failure"], verdict["correct"]
+        correct = score >= _CORRECT_FROM if correct is None else bool(correct)
+    return Sample(
+        correct=correct,
+        score=score,
+        tokens=line["tokens"],
+        finished=line["finished"],
+        failure=failure,
+        has_form=FORMS[task] in line["response"] if task in FORMS else None,
+    )
 
 
 def scored(

@@ -81,7 +81,9 @@ def evaluate(options: EvaluationOptions) -> EvaluationResults:
         model = served or models.open_model(path, options.out, options.checkpoint)
         benchmarks = [_fitting(one, model) for one in options.benchmarks]
         cfg = _fitted(configuration(options, model.folder), model, benchmarks)
-        manifest = manifest_of(cfg, model, benchmarks, records, options.seed, options.data, options.limit)
+        manifest = manifest_of(
+            cfg, model, benchmarks, records, seed=options.seed, data=options.data, limit=options.limit
+        )
         if options.expected is not None:
             check_expected(manifest, options.expected)
         benchmarks, manifest = merged(options.out, manifest, benchmarks)
@@ -91,7 +93,8 @@ def evaluate(options: EvaluationOptions) -> EvaluationResults:
         if engines and (text := estimate(options.out, parts, engines, cfg.trainer.accelerator == "gpu")):
             _log.info("%s", text)
         try:
-            work = asyncio.run(_stoppable(sample_and_judge(cfg, options.out, parts, source, options.seed, engines)))
+            sampling = sample_and_judge(cfg, options.out, parts, source, seed=options.seed, num_engines=engines)
+            work = asyncio.run(_stoppable(sampling))
         finally:
             for one in parts:
                 one.store.close()
@@ -206,8 +209,14 @@ def _source(options: EvaluationOptions, cfg: DictConfig, model: Model) -> "Respo
         return local_engines(cfg, model.folder)
     about = model.about
     token, seconds = os.environ.get(options.token_env), cfg.trainer.deadlines.rollout_s
-    opens_thought = about.get("opens_thought", False)
-    return ServedModel(about["url"], about["name"], token, options.requests, seconds, opens_thought)
+    return ServedModel(
+        about["url"],
+        about["name"],
+        token,
+        max_concurrent=options.requests,
+        seconds=seconds,
+        opens_thought=about.get("opens_thought", False),
+    )
 
 
 def local_engines(cfg: DictConfig, model: Path, context_tokens: int = 1 << 30) -> "LocalEngines":

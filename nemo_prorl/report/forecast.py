@@ -163,7 +163,14 @@ def forecast(curve: Curve) -> dict[str, Any]:
         "asymptote": _rounded(curves.asymptote),
         "midpoint": float(f"{curves.best[1]:.4g}"),
         "exponent": float(f"{curves.best[2]:.3g}"),
-        "advice": advice(gain, curves.noise, curves.asymptote[1], before, last.keep_rate, len(parts) - 1),
+        "advice": advice(
+            gain,
+            noise=curves.noise,
+            low=curves.asymptote[1],
+            before=before,
+            keep_rate=last.keep_rate,
+            resets=len(parts) - 1,
+        ),
     }
 
 

@@ -49,7 +49,7 @@ class Ours:
         assert model.folder is not None
         self.model, self.cfg = model, configuration(options, model.folder)
         self.cfg.trainer.grpo.context_tokens = max(one.sampling.context for one in self.benchmarks)
-        self.source: LocalEngines = local_engines(self.cfg, model)
+        self.source: LocalEngines = local_engines(self.cfg, model.folder)
         self.records = _first({one.name: load_records(one, None) for one in self.benchmarks}, prompts)
 
     async def once(self, services: Services, number: int) -> tuple[float, int]:

@@ -19,9 +19,6 @@ _log = logging.getLogger(__name__)
 PAPER = "paper"  # in place of a folder in --compare; a folder of this name is ./paper
 _SHOWN = 10  # differences printed at most
 _SAMPLING = ("samples", "temperature", "top_p", "context", "max_response")
-_OPTIONS = (  # passed to EvaluationOptions unchanged
-    "model", "out", "data", "limit", "engines", "checkpoint", "model_name", "opens_thought", "token_env", "requests",
-)  # fmt: skip
 
 
 def _positive(text: str) -> int:
@@ -146,11 +143,13 @@ def _run(
     from nemo_prorl.evaluation.results import table
     from nemo_prorl.evaluation.run import EvaluationOptions, evaluate
 
-    options = {key: getattr(args, key) for key in _OPTIONS}
-    overrides, seed = tuple(args.overrides), 1 if args.seed is None else args.seed
-    found = evaluate(
-        EvaluationOptions(benchmarks=benchmarks, overrides=overrides, seed=seed, expected=expected, **options)
-    )
+    options = {one.name: getattr(args, one.name) for one in fields(EvaluationOptions) if hasattr(args, one.name)}
+    options |= {
+        "benchmarks": benchmarks,
+        "overrides": tuple(args.overrides),
+        "seed": 1 if args.seed is None else args.seed,
+    }
+    found = evaluate(EvaluationOptions(**options, expected=expected))
     sys.stdout.write(table(found))
     _log.info(
         "pass@1, reward and pass@k in percent, with standard errors over prompts; all numbers: %s/results.json",
@@ -222,23 +221,24 @@ def _compare(args: argparse.Namespace) -> int:
     if args.columns is not None:
         raise ConfigError(f"--as={args.columns}: expected --compare paper DIR")
     from nemo_prorl.evaluation import compare
-    from nemo_prorl.files import write_json
 
     found = compare.compare(compare.read([Path(one) for one in args.compare]))
-    if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        write_json(args.out / "comparison.json", found)
-    sys.stdout.write(compare.table(found))
-    return 0
+    return _show(found, compare.table(found), args.out, "comparison.json")
 
 
 def _compare_with_paper(out: Path | None, folders: list[Path], columns: list[str | None]) -> int:
     from nemo_prorl.evaluation import compare, published
-    from nemo_prorl.files import write_json
 
     found = published.compare(compare.read(folders, least=1), columns)
+    return _show(found, published.table(found), out, "published.json")
+
+
+def _show(found: Any, text: str, out: Path | None, name: str) -> int:
+    """Print the table of a comparison, and write the comparison to the file `name` in the folder `out`."""
+    from nemo_prorl.files import write_json
+
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        write_json(out / "published.json", found)
-    sys.stdout.write(published.table(found))
+        write_json(out / name, found)
+    sys.stdout.write(text)
     return 0

@@ -101,24 +101,16 @@ def compare(models: Sequence[Evaluated]) -> EvaluationComparison:
         found = {model.name: model.found[name] for model in models}
         entry, pairs = _entry(found, name)
         paired |= {(other, name): pair for other, pair in pairs.items()}
-        parts = {
-            part: _entry({model: one.only(part) for model, one in found.items()}, f"{name}/{part}")[0]
-            for part in models[0].found[name].by_part()
-        }
         entries[name] = {
             "title": about["title"],
             "domain": about["domain"],
             "metric": about["metric"],
             "out_of_distribution": about["out_of_distribution"],
             **entry,
-            "parts": parts,
+            "parts": _parts({model: one.by_part() for model, one in found.items()}, name),
         }
-        by_category = {model: one.by_category() for model, one in found.items() if about["domain"] == "puzzles"}
-        if names := list(by_category.get(models[0].name, {})):
-            entries[name]["categories"] = {
-                category: _entry({model: its[category] for model, its in by_category.items()}, f"{name}/{category}")[0]
-                for category in names
-            }
+        if about["domain"] == "puzzles" and models[0].found[name].by_category():
+            entries[name]["categories"] = _parts({model: one.by_category() for model, one in found.items()}, name)
     others = [model.name for model in models[1:]]
     groups = {group: _group(names, others, paired) for group, names in by_domain(entries).items()}
     outside = groups.pop("out_of_distribution", None)
@@ -154,6 +146,12 @@ def _check_comparable(name: str, models: Sequence[Evaluated]) -> None:
             )
 
 
+def _parts(parts_of: Mapping[str, Mapping[str, Scored]], where: str) -> dict[str, ComparedPart]:
+    """Return the entries of a benchmark's parts.  `parts_of`: samples by name of the model and by part."""
+    names = next(iter(parts_of.values()))
+    return {part: _entry({model: its[part] for model, its in parts_of.items()}, f"{where}/{part}")[0] for part in names}
+
+
 def _entry(found: Mapping[str, Scored], where: str) -> tuple[ComparedPart, dict[str, Paired]]:
     """Return what comparison.json has for a benchmark or part, and a `Paired` by name of each model but the base.
 
@@ -185,26 +183,22 @@ def _pair(base: Scored, other: Scored, key: str) -> Paired | None:
 
     The bootstrap draws depend only on `key` and SEED.
     """
-    left, right = base.judged(), other.judged()
-    at = {name: i for i, name in enumerate(right.ids)}
-    pairs = [(i, at[name]) for i, name in enumerate(left.ids) if name in at]
-    if not pairs:
+    left, right = ({one.id: one for one in found.judged().prompts} for found in (base, other))
+    shared = [name for name in left if name in right]
+    if not shared:
         return None
-    first, second = (
-        Scored([one.ids[p[side]] for p in pairs], [], [one.samples[p[side]] for p in pairs])
-        for side, one in ((0, left), (1, right))
-    )
+    first, second = (Scored([side[name] for name in shared]) for side in (left, right))
     ks = ks_up_to(min(first.least_samples, second.least_samples))
     table_PK, base_PK = second.pass_table(ks), first.pass_table(ks)
     reward_P = second.rewards() - first.rewards()
     difference_PK = np.column_stack([table_PK[:, 0] - base_PK[:, 0], reward_P, table_PK - base_PK])
     rng = np.random.default_rng([SEED, *key.encode()])
     return Paired(
-        len(pairs),
-        ks,
-        difference_PK.mean(axis=0),
-        bootstrap_means(difference_PK, RESAMPLES, rng),
-        _solved(first, second),
+        prompts=len(shared),
+        ks=ks,
+        mean_K=difference_PK.mean(axis=0),
+        drawn_RK=bootstrap_means(difference_PK, RESAMPLES, rng),
+        solved=_solved(first, second),
     )
 
 
@@ -214,9 +208,9 @@ def _solved(base: Scored, other: Scored) -> SolvedCounts:
     For each prompt, the same number of samples of both models is counted; surplus samples are ignored.
     """
     counts: SolvedCounts = {"both": 0, "gained": 0, "lost": 0, "neither": 0}
-    for mine, theirs in zip(base.samples, other.samples, strict=True):
-        n = min(len(mine), len(theirs))
-        was, now = any(s.correct for s in mine[:n]), any(s.correct for s in theirs[:n])
+    for first, second in zip(base.prompts, other.prompts, strict=True):
+        n = min(len(first.samples), len(second.samples))
+        was, now = (any(s.correct for s in one.samples[:n]) for one in (first, second))
         counts["both" if was and now else "gained" if now else "lost" if was else "neither"] += 1
     return counts
 

@@ -1,10 +1,10 @@
 """The duration of an evaluation, estimated before it starts from stored responses, or from guesses that it names."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_prorl.evaluation.sampling import BenchmarkWork
+from nemo_prorl.files import read_object
 
 # Assumptions, not measurements.  The engine of benchmarks/simulate.py, one H100 with 1.5B parameters, generates 10,900
 # tokens/s for 256 sequences of 6,000 tokens on average.
@@ -42,8 +42,6 @@ def estimate(out: Path, parts: Sequence[BenchmarkWork], engines: int, on_gpu: bo
 
 
 def _measured_rate(out: Path) -> float | None:
-    try:
-        rate: float | None = json.loads((out / "results.json").read_text())["time"]["tokens_per_s"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    time = (read_object(out / "results.json") or {}).get("time")
+    rate: float | None = time.get("tokens_per_s") if isinstance(time, dict) else None
     return rate

@@ -1,7 +1,6 @@
 """Gain in pass@k against the base's pass@k over tasks, as in the paper: weak starts should gain most (ProRL sec. 4)."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -31,7 +30,8 @@ def gains_by_start(
             for one in its["differences"]
             if one["model"] == model
         ]
-        k = max((k for k in _common(pairs) if k <= K), default=1)
+        shared = set.intersection(*(start.keys() & gain.keys() for _, start, gain in pairs)) if pairs else set[str]()
+        k = max((int(k) for k in shared if int(k) <= K), default=1)
         if k > 1:
             rows: list[TaskGain] = [
                 {"task": task, "base": start[str(k)]["mean"], "gain": gain[str(k)]["difference"]}
@@ -40,12 +40,6 @@ def gains_by_start(
             rows.sort(key=lambda row: (row["base"], row["task"]))
             found.append({"model": model, "k": k, "tasks": rows, "correlation": correlation(rows, resamples, level)})
     return found
-
-
-def _common(pairs: list[tuple[str, Any, Any]]) -> set[int]:
-    return set.intersection(
-        *({int(k) for k in start.keys() & gain.keys()} for _, start, gain in pairs or [("", {}, {})])
-    )
 
 
 def correlation(rows: list[TaskGain], resamples: int, level: float) -> Correlation | None:

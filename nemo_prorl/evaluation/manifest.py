@@ -48,7 +48,7 @@ def manifest_of(
         engine |= {key: plain(cfg.data)[key] for key in ("prompt", "system")}
     return {
         "format": 1,
-        "model": model.to_json(),
+        "model": model.about,
         "seed": seed,
         "data": None if data is None else str(data.resolve()),
         "limit": limit,

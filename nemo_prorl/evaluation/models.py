@@ -26,30 +26,10 @@ _OF_TOKENIZER = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges
 
 @dataclass(frozen=True)
 class Model:
-    """A model to evaluate, with the hash that identifies it."""
+    """A model to evaluate.  `about`: its entry in manifest.json; `folder`: in Hugging Face format, None on a server."""
 
-    name: str
-    kind: "ModelKind"
-    sha256: str  # over weights, config.json and tokenizer; for an endpoint over URL and name
-    source: str  # the MODEL argument as an absolute path or URL
-    folder: Path | None = None  # Hugging Face folder; None for an endpoint
-    weights_sha256: str | None = None  # over the weights only; None for an endpoint
-    step: int | None = None  # training step of the weights; None for a Hugging Face folder or an endpoint
-    opens_thought: bool = False  # the chat template of the endpoint ends the prompt in `<think>`
-
-    def to_json(self) -> "ModelJson":
-        found: ModelJson = {"name": self.name, "kind": self.kind, "sha256": self.sha256}
-        if self.kind == "endpoint":
-            found["url"] = self.source
-        else:
-            found["folder"] = self.source
-        if self.weights_sha256 is not None:
-            found["weights_sha256"] = self.weights_sha256
-        if self.step is not None:
-            found["step"] = self.step
-        if self.opens_thought:
-            found["opens_thought"] = True
-        return found
+    about: "ModelJson"
+    folder: Path | None = None
 
 
 def is_url(text: str) -> bool:
@@ -63,7 +43,10 @@ def on_server(url: str, name: str | None, opens_thought: bool = False) -> Model:
     url = url.rstrip("/")
     identity = [url, name, *(["opens-thought"] if opens_thought else [])]
     digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
-    return Model(name, "endpoint", digest, url, opens_thought=opens_thought)
+    about: ModelJson = {"name": name, "kind": "endpoint", "sha256": digest, "url": url}
+    if opens_thought:
+        about["opens_thought"] = True
+    return Model(about)
 
 
 def find(path: Path, which: str) -> tuple["ModelKind", Path]:
@@ -95,14 +78,16 @@ def find(path: Path, which: str) -> tuple["ModelKind", Path]:
 
 def open_model(path: Path, out: Path, which: str) -> Model:
     """Return the model with its Hugging Face folder.  A checkpoint is exported into `out`/model."""
-    kind, folder = find(path, which)
-    step = None
+    from nemo_prorl.policy.weights import HFFolder, sha256_of  # torch is slow to import
+
+    kind, found = find(path, which)
+    folder = found if kind == "hf" else _exported(found, out / "model")
+    weights = sha256_of(HFFolder(folder).tensors())
+    about: ModelJson = {"name": path.resolve().name, "kind": kind, "sha256": _identity(folder, weights)}
+    about |= {"folder": str(path.resolve()), "weights_sha256": weights}
     if kind != "hf":
-        step = read_state(folder)["step"]
-        folder = _exported(folder, out / "model")
-    weights = weights_sha256(folder)
-    source = path.resolve()
-    return Model(source.name, kind, _identity(folder, weights), str(source), folder, weights, step)
+        about["step"] = read_state(found)["step"]
+    return Model(about, folder)
 
 
 def remove_export(out: Path) -> None:
@@ -122,22 +107,6 @@ def _exported(checkpoint: Path, into: Path) -> Path:
     _log.info("%s: exporting it as a Hugging Face folder", checkpoint)
     export_hf(checkpoint.resolve(), folder)
     return folder
-
-
-def weights_sha256(folder: Path) -> str:
-    """Return the sha256 over all tensors as float32 in order of their names, comparable with a run's summary.json."""
-    from safetensors import safe_open
-
-    from nemo_prorl.policy.weights import Digests
-
-    digests, files = Digests(), sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"{folder}: expected weights (*.safetensors), found none")
-    for file in files:
-        with safe_open(file, "pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  not a mapping
-                digests.add(name, opened.get_tensor(name))
-    return digests.sha256()
 
 
 def _identity(folder: Path, weights: str) -> str:

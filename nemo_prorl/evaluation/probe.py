@@ -10,9 +10,8 @@ import asyncio
 import logging
 import random
 import sys
-import time
+import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +21,7 @@ from nemo_prorl.errors import ConfigError
 from nemo_prorl.evaluation.readings import FORMS
 
 if TYPE_CHECKING:  # these import torch, which wrong use need not wait for
-    from nemo_prorl.evaluation.catalogue import Sampling
-    from nemo_prorl.evaluation.services import Services
-    from nemo_prorl.evaluation.sources import LocalEngines
-    from nemo_prorl.rewards.client import RewardClient
+    from nemo_prorl.evaluation.sampling import BenchmarkWork
 
 _log = logging.getLogger(__name__)
 
@@ -33,86 +29,58 @@ _SHOWN_CHARACTERS = 300
 _TOLERANCE = 1e-6  # rewards that differ by less are equal
 
 
-@dataclass
-class Judged:
-    """A response with its reward.  `score` is None if the response could not be judged."""
+def facts(source: Mapping[str, Any], task: str) -> dict[str, Any]:
+    """Return the numbers of a source; shares and rewards are in 0..1, `tokens` is the mean length.
 
-    text: str
-    finished: bool  # False: cut off before its end
-    tokens: int
-    score: float | None = None
-    detail: str = ""  # detail of the verdict
-
-
-@dataclass
-class SourceProbe:
-    """The judged responses to the prompts of one training source, and their statistics.
-
-    `groups` has the responses to each prompt in `records`.
+    Args:
+        source: entry of a training source under `responses` in probe.json.
     """
+    groups = [group["responses"] for group in source["groups"]]
+    responses, form = _responses(source), FORMS.get(task)
+    scores = [[one["score"] for one in group if one["score"] is not None] for group in groups]
+    judged = [group for group in scores if group]
+    return {
+        "source": source["source"],
+        "task": task,
+        "prompts": len(groups),
+        "responses": len(responses),
+        "reward": _mean([score for group in judged for score in group]),
+        "keep_rate": _mean([max(group) - min(group) > _TOLERANCE for group in judged]),
+        "solved": _mean([min(group) >= 1 - _TOLERANCE for group in judged]),
+        "pass_at_n": _mean([max(group) >= 1 - _TOLERANCE for group in judged]),
+        "cut_off": _mean([not one["finished"] for one in responses]),
+        "tokens": _mean([one["tokens"] for one in responses]),
+        "without_form": None if form is None else _mean([form not in one["text"] for one in responses]),
+        "unjudged": _mean([one["score"] is None for one in responses]),
+    }
 
-    name: str
-    task: str
-    records: list[dict[str, Any]]
-    groups: list[list[Judged]] = field(default_factory=list)
 
-    @property
-    def responses(self) -> list[Judged]:
-        return [response for group in self.groups for response in group]
-
-    def share(self, count: int) -> float:
-        return count / max(1, len(self.responses))
-
-    def facts(self) -> dict[str, Any]:
-        """Return the numbers of the source; shares and rewards are in 0..1, `tokens` is the mean length."""
-        scores = [[one.score for one in group if one.score is not None] for group in self.groups]
-        judged = [group for group in scores if group]
-        mixed = [group for group in judged if max(group) - min(group) > _TOLERANCE]
-        solved = [group for group in judged if min(group) >= 1 - _TOLERANCE]
-        passed = [group for group in judged if max(group) >= 1 - _TOLERANCE]
-        everything, form = self.responses, FORMS.get(self.task)
-        return {
-            "source": self.name,
-            "task": self.task,
-            "prompts": len(self.groups),
-            "responses": len(everything),
-            "reward": _mean([score for group in judged for score in group]),
-            "keep_rate": len(mixed) / max(1, len(judged)),
-            "solved": len(solved) / max(1, len(judged)),
-            "pass_at_n": len(passed) / max(1, len(judged)),
-            "cut_off": self.share(sum(not one.finished for one in everything)),
-            "tokens": _mean([one.tokens for one in everything]),
-            "without_form": None if form is None else self.share(sum(form not in one.text for one in everything)),
-            "unjudged": self.share(sum(one.score is None for one in everything)),
-        }
-
-    def first_failure(self) -> str:
-        """Return the reason why the first unjudged response has no reward; "" if all are judged."""
-        return next((one.detail for one in self.responses if one.score is None), "")
-
-    def examples(self) -> list[Judged]:
-        """Return the best, the worst and the longest response."""
-        ranked = sorted(self.responses, key=lambda one: -1.0 if one.score is None else one.score)
-        return [ranked[-1], ranked[0], max(ranked, key=lambda one: one.tokens)] if ranked else []
+def _responses(source: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [response for group in source["groups"] for response in group["responses"]]
 
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def advice(facts: Mapping[str, Any]) -> str:
-    """Return what to change for a source with these facts, in words."""
+def advice(facts: Mapping[str, Any], prompt: str = "", failure: str = "") -> str:
+    """Return a sentence on what to change for a source with these facts.
+
+    Args:
+        prompt: the run's `data.prompt`.
+        failure: reason why a response has no reward.
+    """
     task = facts["task"]
     if facts["unjudged"] > 0:
-        why = facts.get("why") or "see logs/ in the folder of the probe"
-        return f"{facts['unjudged']:.0%} of the responses could not be judged: {why}"
+        reason = failure or "see logs/ in the folder of the probe"
+        return f"{facts['unjudged']:.0%} of the responses could not be judged: {reason}"
     if facts["cut_off"] > 0.5:
         return (
             f"{facts['cut_off']:.0%} of the responses are cut off: give them more room"
             " (trainer.grpo.max_response_tokens, trainer.grpo.context_tokens)"
         )
     if (facts["without_form"] or 0.0) > 0.5:
-        message = "" if facts.get("prompt") == "chat" else " send it as a message (data.prompt=chat),"
+        message = "" if prompt == "chat" else " send it as a message (data.prompt=chat),"
         return (
             f"{facts['without_form']:.0%} of the responses have no {FORMS[task]}: state the form in the prompt"
             f" ('data.templates.{task}=\"TEXT WITH {{problem}}\"'),{message} or add a warm-up (trainer.warmup.steps)"
@@ -127,20 +95,21 @@ def advice(facts: Mapping[str, Any]) -> str:
     return "fits: enough groups carry a signal"
 
 
-def estimate(cfg: DictConfig, sources: Sequence[SourceProbe], seconds: float) -> dict[str, float | None]:
+def estimate(cfg: DictConfig, sources: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, float | None]:
     """Return the expected tokens of a step's rollout, the seconds to generate them, and the measured tokens per second.
 
     Tokens and seconds are None if the run samples dynamically but no group of the probe carries a signal.
 
     Args:
+        sources: facts of the training sources.
         seconds: time in which the probe's responses were sampled.
     """
     weights = {source.name: float(source.weight) for source in cfg.data.train}
-    total = sum(weights[one.name] for one in sources)
-    facts = [(weights[one.name] / total, one.facts()) for one in sources]
-    keep_rate = sum(share * one["keep_rate"] for share, one in facts)
-    length = sum(share * one["tokens"] for share, one in facts)
-    rate = sum(one.tokens for source in sources for one in source.responses) / max(seconds, 1e-9)
+    total = sum(weights[one["source"]] for one in sources)
+    keep_rate, length = (
+        sum(weights[one["source"]] / total * one[key] for one in sources) for key in ("keep_rate", "tokens")
+    )
+    rate = sum(one["tokens"] * one["responses"] for one in sources) / max(seconds, 1e-9)
     grpo = cfg.trainer.grpo
     groups = grpo.prompts_per_step
     if grpo.dynamic_sampling.enabled:
@@ -165,8 +134,8 @@ def probe(cfg: DictConfig, out: Path, prompts: int, samples: int) -> dict[str, A
     """
     from nemo_prorl.data.blend import LoadedData, load_sources, of_tasks
     from nemo_prorl.data.lengths import PromptLengths, fit
-    from nemo_prorl.evaluation.models import open_model
     from nemo_prorl.evaluation.run import local_engines
+    from nemo_prorl.evaluation.sampling import sample_and_judge
     from nemo_prorl.files import write_json
     from nemo_prorl.launcher.job import locked
     from nemo_prorl.launcher.prepare import check_node
@@ -174,54 +143,63 @@ def probe(cfg: DictConfig, out: Path, prompts: int, samples: int) -> dict[str, A
     folder = _starting_model(cfg)
     cfg.pretrained_checkpoint.restore_from_path = str(folder.resolve())  # the engines' model
     check_node(cfg, trains=False)
-    with locked(out):
-        engines = local_engines(cfg, open_model(folder, out, "newest"), cfg.trainer.grpo.context_tokens)
+    with locked(out), tempfile.TemporaryDirectory() as stored:  # probe.json has all responses at the end
+        engines = local_engines(cfg, folder, cfg.trainer.grpo.context_tokens)
         used = LoadedData(of_tasks(load_sources(cfg.data).train, cfg.data), [])
-        train = fit(cfg, used, PromptLengths(folder, cfg.data)).train
-        sources = []
-        for source, records in train:
+        parts: list[BenchmarkWork] = []
+        for source, records in fit(cfg, used, PromptLengths(folder, cfg.data)).train:
             chosen = random.Random(f"{cfg.seed} {source.name}").sample(records, min(prompts, len(records)))
-            for record in chosen:
-                engines.check(record, _sampling(cfg, samples))
-            sources.append(SourceProbe(source.name, chosen[0]["task"], chosen))
-        try:
-            seconds = asyncio.run(_work(cfg, out, sources, samples, engines))
-        except BaseExceptionGroup as errors:  # of the responses; the first error cancelled the others
-            raise errors.exceptions[0] from None
-        facts = [one.facts() for one in sources]
-        found = {
+            parts.append(_part(cfg, source.name, chosen, samples, Path(stored) / str(len(parts))))
+        num_engines = cfg.rollout.engines
+        work = asyncio.run(sample_and_judge(cfg, out, parts, engines, seed=cfg.seed, num_engines=num_engines))
+        assert work is not None, "nothing was stored before"
+        sources = [_judged(part) for part in parts]
+        numbers = [facts(source, part.benchmark.task) for source, part in zip(sources, parts, strict=True)]
+        failures = [next((r["detail"] for r in _responses(one) if r["score"] is None), "") for one in sources]
+        result = {
             "format": 1,
             "model": str(folder),
             "samples": samples,
             "sources": [
-                {**one, "advice": advice({**one, "prompt": cfg.data.prompt, "why": source.first_failure()})}
-                for one, source in zip(facts, sources, strict=True)
+                {**one, "advice": advice(one, cfg.data.prompt, failure)}
+                for one, failure in zip(numbers, failures, strict=True)
             ],
-            "estimate": estimate(cfg, sources, seconds),
-            "responses": [_json(source) for source in sources],
+            "estimate": estimate(cfg, numbers, work.sampling_s),
+            "responses": sources,
         }
-        write_json(out / "probe.json", found)
-        return found
+        write_json(out / "probe.json", result)
+        return result
 
 
-def _sampling(cfg: DictConfig, samples: int) -> "Sampling":
-    """Return the sampling settings of a training step."""
-    from nemo_prorl.evaluation.catalogue import Sampling
+def _part(cfg: DictConfig, name: str, records: list[dict[str, Any]], samples: int, stored: Path) -> "BenchmarkWork":
+    """Return prompts of a training source as a benchmark, with the sampling settings of a training step."""
+    from nemo_prorl.evaluation.catalogue import Benchmark, Sampling
+    from nemo_prorl.evaluation.sampling import BenchmarkWork
+    from nemo_prorl.evaluation.store import Store
 
     grpo = cfg.trainer.grpo
-    return Sampling(samples, grpo.temperature, 1.0, grpo.context_tokens, grpo.max_response_tokens)
+    sampling = Sampling(samples, grpo.temperature, 1.0, grpo.context_tokens, grpo.max_response_tokens)
+    benchmark = Benchmark(name=name, sha256="", task=records[0]["task"], generate={}, sampling=sampling)
+    return BenchmarkWork(benchmark, Store(stored, "source"), records)
 
 
-def _json(source: SourceProbe) -> dict[str, Any]:
-    groups = zip(source.records, source.groups, strict=True)
-    return {
-        "source": source.name,
-        "groups": [
-            {"id": record["id"], "prompt": record["prompt"], "responses": [vars(one) for one in group]}
-            for record, group in groups
-        ],
-        "examples": [vars(one) for one in source.examples()],
-    }
+def _judged(part: "BenchmarkWork") -> dict[str, Any]:
+    """Return the stored responses of a source as probe.json has them, with the best, the worst and the longest."""
+
+    def response(key: tuple[str, int]) -> dict[str, Any]:
+        line, verdict = part.store.lines[key], part.store.verdicts[key]
+        text = {"text": line["response"], "finished": line["finished"], "tokens": line["tokens"] or 0}
+        return {**text, "score": verdict["score"], "detail": verdict["detail"]}
+
+    part.store.close()
+    samples = range(part.benchmark.sampling.samples)
+    groups = [
+        {"id": one["id"], "prompt": one["prompt"], "responses": [response((one["id"], k)) for k in samples]}
+        for one in part.records
+    ]
+    source = {"source": part.benchmark.name, "groups": groups}
+    ranked = sorted(_responses(source), key=lambda one: -1.0 if one["score"] is None else one["score"])
+    return {**source, "examples": [ranked[-1], ranked[0], max(ranked, key=lambda one: one["tokens"])]}
 
 
 def _starting_model(cfg: DictConfig) -> Path:
@@ -242,76 +220,6 @@ def _starting_model(cfg: DictConfig) -> Path:
             " with the same overrides, then probe again"
         )
     return folder
-
-
-async def _work(
-    cfg: DictConfig, out: Path, sources: Sequence[SourceProbe], samples: int, engines: "LocalEngines"
-) -> float:
-    """Sample and judge the responses of all sources; return the seconds of the sampling."""
-    from nemo_prorl.evaluation.services import Services
-    from nemo_prorl.service import read_token
-
-    try:
-        async with (
-            Services(cfg, out, sorted({one.task for one in sources}), cfg.rollout.engines) as services,
-            services.reward_client() as rewards,
-        ):
-            engines.connect(services.endpoints, read_token(services.token_file), cfg.rollout.engines)
-            return await services.watching(_sample(cfg, services, sources, samples, engines, rewards))
-    finally:
-        await engines.close()
-
-
-async def _sample(
-    cfg: DictConfig,
-    services: "Services",
-    sources: Sequence[SourceProbe],
-    samples: int,
-    engines: "LocalEngines",
-    rewards: "RewardClient",
-) -> float:
-    from nemo_prorl.deadlines import Deadline
-    from nemo_prorl.evaluation.sources import Reply
-    from nemo_prorl.rollout.endpoints import response_seed
-
-    sampling = _sampling(cfg, samples)
-    await services.ready()
-    began, total, ended = time.monotonic(), samples * sum(len(one.records) for one in sources), 0
-    _log.info("sampling %d responses", total)
-
-    def count() -> None:
-        nonlocal ended
-        ended += 1
-        if ended % max(1, total // 8) == 0:
-            _log.info("%d of %d responses have ended, after %.0f s", ended, total, time.monotonic() - began)
-
-    async def group(record: dict[str, Any]) -> list[Judged]:
-        seeds = [response_seed(cfg.seed, record["id"], 0, sample) for sample in range(samples)]
-        replies: dict[int, Reply] = {}
-
-        def keep(place: int, reply: Reply) -> None:
-            replies[place] = reply
-            count()
-
-        await engines.generate(record, sampling, seeds, keep)
-        return [Judged(replies[at].text, replies[at].finished, replies[at].tokens or 0) for at in range(samples)]
-
-    async def judge(record: dict[str, Any], response: Judged) -> None:
-        what = f"the verdict on {record['id']!r} (trainer.deadlines.reward_s)"
-        request = {**record, "response": response.text, "finished": response.finished}
-        verdict = await rewards.score(request, Deadline(cfg.trainer.deadlines.reward_s, what))
-        response.score, response.detail = verdict["score"], verdict["detail"]
-
-    async with asyncio.TaskGroup() as running:
-        tasks = [[running.create_task(group(record)) for record in one.records] for one in sources]
-    seconds = time.monotonic() - began
-    async with asyncio.TaskGroup() as judging:
-        for source, made in zip(sources, tasks, strict=True):
-            source.groups = [task.result() for task in made]
-            for record, responses in zip(source.records, source.groups, strict=True):
-                for response in responses:
-                    judging.create_task(judge(record, response))
-    return seconds
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Evaluated models beside published scores: published.json of `prorl evaluate --compare paper`.
+"""Evaluated models compared with published scores: published.json of `prorl evaluate --compare paper`.
 
 Two errors are counted.  If both sides answered the same prompts, ours is that of the sampling within each prompt, and
 theirs, which is unknown, is at most that of a mean p of numbers between 0 and 1: p (1 - p) / (prompts x samples).
@@ -186,7 +186,12 @@ def _measured(one: Evaluated, name: str) -> Measured:
     found, manifest = one.found[name], one.manifest
     model, entry = manifest["model"], manifest["benchmarks"][name]
     return Measured(
-        found, numbers(found), entry, manifest["limit"], model["kind"] == "endpoint", bool(model.get("step"))
+        found=found,
+        numbers=numbers(found),
+        entry=entry,
+        limit=manifest["limit"],
+        is_endpoint=model["kind"] == "endpoint",
+        is_trained=bool(model.get("step")),
     )
 
 
@@ -222,7 +227,7 @@ def _compared(measured: Measured | None, published: PublishedBenchmark, column: 
 
 
 def _same_prompts(measured: Measured, published: PublishedBenchmark) -> bool:
-    judged = len(measured.found.judged().ids)
+    judged = len(measured.found.judged().prompts)
     whole = measured.limit is None and judged == measured.numbers["prompts"]
     return "fixed" in published and whole and published.get("prompts", judged) == judged
 
@@ -234,7 +239,8 @@ def standard_error(measured: Measured, metric: Metric, theirs: float, same: bool
     """
     judged = measured.found.judged()
     value_P = [
-        [float(s.correct or False) if metric == "pass@1" else s.score or 0.0 for s in row] for row in judged.samples
+        [float(s.correct or False) if metric == "pass@1" else s.score or 0.0 for s in one.samples]
+        for one in judged.prompts
     ]
     mean_P = np.asarray([np.mean(values) for values in value_P])
     count = len(value_P)
@@ -335,7 +341,7 @@ def _other_sampling(measured: Measured, lower: bool) -> list[str]:
 
 
 def _other_prompts(measured: Measured, published: PublishedBenchmark) -> list[str]:
-    count, tasks = measured.numbers["prompts"], len(set(measured.found.parts))
+    count, tasks = measured.numbers["prompts"], len({one.part for one in measured.found.prompts})
     found = []
     if (prompts := published.get("prompts")) is not None and prompts != count:
         found.append(f"{count} prompts, not {prompts}")
@@ -351,7 +357,7 @@ def _other_prompts(measured: Measured, published: PublishedBenchmark) -> list[st
 def _lost(measured: Measured, size: float) -> list[str]:
     """Return losses of score that are as large as the difference."""
     its = measured.numbers
-    responses = sum(map(len, measured.found.samples))
+    responses = sum(len(one.samples) for one in measured.found.prompts)
     shares = {
         "cut off": its["truncated"] or 0.0,
         "without the asked form: prompt?": its["without_form"] or 0.0,
@@ -379,9 +385,9 @@ def table(found: PublishedComparison) -> str:
         compared = [row for row in every if row["verdict"] in ("within", "lower", "higher")]
         outside = sum(row["verdict"] != "within" for row in compared)
         text.append(
-            f"{model['name']} beside {found['columns'][model['column']]['name']}: {outside} of {len(compared)} rows are"
-            f" outside, by more than {model['threshold']:.1f} standard errors. Such a row is found by chance in"
-            f" {100 * found['level']:.0f} % of whole tables.\n"
+            f"{model['name']} compared with {found['columns'][model['column']]['name']}: {outside} of {len(compared)}"
+            f" rows are outside, by more than {model['threshold']:.1f} standard errors. Such a row is found by chance"
+            f" in {100 * found['level']:.0f} % of whole tables.\n"
         )
     text.append("In percent, with standard errors. Sources:\n")
     text += [f"  {', '.join(names)}: {found['sources'][source]}\n" for source, names in _by_source(found).items()]

@@ -1,7 +1,7 @@
 """The numbers of one model on benchmarks, computed from its judged samples: results.json and its table."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -37,55 +37,55 @@ class Sample:
     has_form: bool | None = None  # it has the answer's form (`FORMS`); None: the task has no form
 
 
-@dataclass
+@dataclass(frozen=True)
+class PromptSamples:
+    """The samples of one prompt.  `part`: category of the prompt in the report."""
+
+    id: str
+    part: str
+    samples: list[Sample]
+
+
+@dataclass(frozen=True)
 class Scored:
-    """The samples of a benchmark.  Each list has one entry per prompt, in the order of the prompt records."""
+    """The samples of a benchmark, by prompt in the order of the prompt records."""
 
-    ids: list[str]
-    parts: list[str]  # category of each prompt in the report
-    samples: list[list[Sample]]
-
-    def only(self, part: str) -> "Scored":
-        at = [i for i, name in enumerate(self.parts) if name == part]
-        return Scored([self.ids[i] for i in at], [part] * len(at), [self.samples[i] for i in at])
+    prompts: list[PromptSamples]
 
     def by_part(self) -> dict[str, "Scored"]:
-        """Return the prompts and samples by category of `parts`; an empty dict if there is only one category."""
-        names = sorted(set(self.parts))
-        return {name: self.only(name) for name in names} if len(names) > 1 else {}
+        """Return the prompts by their part; an empty dict if there is only one part."""
+        return self._by(lambda part: part)
 
     def by_category(self) -> dict[str, "Scored"]:
         """Return the puzzles by category of reasoning-gym, see `categories`; empty if there is only one category."""
-        known = categories() if len(set(self.parts)) > 1 else {}
-        names = [known.get(part) for part in self.parts]
-        found = {}
-        for name in sorted({name for name in names if name is not None}):
-            at = [i for i, category in enumerate(names) if category == name]
-            parts = [self.parts[i] for i in at]
-            found[name] = Scored([self.ids[i] for i in at], parts, [self.samples[i] for i in at])
-        return found if len(found) > 1 else {}
+        return self._by(categories().get) if self.by_part() else {}
+
+    def _by(self, name_of: Callable[[str], str | None]) -> dict[str, "Scored"]:
+        named = [(name, prompt) for prompt in self.prompts if (name := name_of(prompt.part)) is not None]
+        names = sorted({name for name, _ in named})
+        groups = {name: Scored([prompt for other, prompt in named if other == name]) for name in names}
+        return groups if len(groups) > 1 else {}
 
     def judged(self) -> "Scored":
         """Return the samples that have a verdict, without prompts that have no such sample."""
-        kept = [[s for s in samples if s.score is not None] for samples in self.samples]
-        at = [i for i, samples in enumerate(kept) if samples]
-        return Scored([self.ids[i] for i in at], [self.parts[i] for i in at], [kept[i] for i in at])
+        kept = [replace(one, samples=[s for s in one.samples if s.score is not None]) for one in self.prompts]
+        return Scored([one for one in kept if one.samples])
 
     def pass_table(self, ks: Sequence[int]) -> Floats:
         """Return [P, K] unbiased pass@k of each prompt."""
-        correct_P = [sum(bool(s.correct) for s in samples) for samples in self.samples]
-        rows = [[pass_at_k(len(s), c, k) for k in ks] for s, c in zip(self.samples, correct_P, strict=True)]
+        correct_P = [sum(bool(s.correct) for s in one.samples) for one in self.prompts]
+        rows = [[pass_at_k(len(one.samples), c, k) for k in ks] for one, c in zip(self.prompts, correct_P, strict=True)]
         return np.asarray(rows, dtype=np.float64)
 
     def rewards(self) -> Floats:
         """Return [P] mean reward of each prompt."""
         return np.asarray(
-            [float(np.mean([s.score for s in samples if s.score is not None])) for samples in self.samples]
+            [float(np.mean([s.score for s in one.samples if s.score is not None])) for one in self.prompts]
         )
 
     @property
     def least_samples(self) -> int:
-        return min(map(len, self.samples), default=0)
+        return min((len(one.samples) for one in self.prompts), default=0)
 
 
 @cache
@@ -102,12 +102,20 @@ def sample_of(line: EvaluationSample, verdict: StoredVerdict | None, task: str =
 
     `verdict` is None if the response has not been judged.
     """
-    has_form = FORMS[task] in line["response"] if task in FORMS else None
-    if verdict is None or verdict["score"] is None:
-        return Sample(None, None, line["tokens"], line["finished"], "infrastructure", has_form)
-    correct = verdict["correct"]
-    correct = verdict["score"] >= _CORRECT_FROM if correct is None else bool(correct)
-    return Sample(correct, verdict["score"], line["tokens"], line["finished"], verdict["failure"], has_form)
+    score = None if verdict is None else verdict["score"]
+    correct: bool | None = None
+    failure: str | None = "infrastructure"
+    if verdict is not None and score is not None:
+        failure, correct = verdict["failure"], verdict["correct"]
+        correct = score >= _CORRECT_FROM if correct is None else bool(correct)
+    return Sample(
+        correct=correct,
+        score=score,
+        tokens=line["tokens"],
+        finished=line["finished"],
+        failure=failure,
+        has_form=FORMS[task] in line["response"] if task in FORMS else None,
+    )
 
 
 def scored(
@@ -117,11 +125,12 @@ def scored(
     n: int,
 ) -> Scored:
     """Return the stored samples of each record with their verdicts; only sample numbers 0 to n - 1 count."""
-    rows = []
+    prompts = []
     for record in records:
-        keys = [(record["id"], k) for k in range(n)]
-        rows.append([sample_of(lines[key], verdicts.get(key), record["task"]) for key in keys if key in lines])
-    return Scored([record["id"] for record in records], [part_of(record) for record in records], rows)
+        keys = [(record["id"], k) for k in range(n) if (record["id"], k) in lines]
+        samples = [sample_of(lines[key], verdicts.get(key), record["task"]) for key in keys]
+        prompts.append(PromptSamples(record["id"], part_of(record), samples))
+    return Scored(prompts)
 
 
 def numbers(found: Scored) -> Numbers:
@@ -130,20 +139,17 @@ def numbers(found: Scored) -> Numbers:
     Means are over prompts, after a mean over the samples of each prompt.
     """
     judged = found.judged()
-    drawn = [sample for samples in found.samples for sample in samples]
+    drawn = [sample for one in found.prompts for sample in one.samples]
     forms = [sample.has_form for sample in drawn if sample.has_form is not None]
-    lengths = [
-        float(np.mean(row))
-        for row in ([s.tokens for s in some if s.tokens is not None] for some in found.samples)
-        if row
-    ]
+    known = ([s.tokens for s in one.samples if s.tokens is not None] for one in found.prompts)
+    lengths = [float(np.mean(row)) for row in known if row]
     ks = ks_up_to(judged.least_samples)
     pass_PK = judged.pass_table(ks)
     return {
         "pass@1": mean_of(pass_PK[:, 0]) if ks else None,
         "reward": mean_of(judged.rewards()) if ks else None,
         "pass@k": {str(k): mean_of(pass_PK[:, i]) for i, k in enumerate(ks)},
-        "prompts": len(found.ids),
+        "prompts": len(found.prompts),
         "samples": found.least_samples,
         "unjudged": sum(s.score is None for s in drawn),
         "failures": {

@@ -1,21 +1,19 @@
 """One evaluation from its options to results.json: checks, engines and reward server, sampling and judging."""
 
 import asyncio
-import json
 import logging
 import os
 import signal
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from omegaconf import DictConfig
 
 from nemo_prorl import settings
 from nemo_prorl.checks import check_heads
 from nemo_prorl.data.hub import model_folder
-from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import ConfigError, DataError, StoppedCleanly
 from nemo_prorl.evaluation import models
 from nemo_prorl.evaluation.catalogue import Benchmark, check_files, load_records
@@ -23,18 +21,19 @@ from nemo_prorl.evaluation.formats import EvaluationManifest, EvaluationResults,
 from nemo_prorl.evaluation.manifest import check_expected, manifest_of, merged
 from nemo_prorl.evaluation.models import Model
 from nemo_prorl.evaluation.store import Store
-from nemo_prorl.files import write_json
+from nemo_prorl.files import read_object, write_json
 from nemo_prorl.launcher.run_data import plain
 from nemo_prorl.rewards.discovery import Registry, discover, make_plugin
 from nemo_prorl.rewards.functions import settings_of
-from nemo_prorl.rewards.interface import Verdict
 from nemo_prorl.sizing.memory_check import check_memory
 
 if TYPE_CHECKING:  # these import torch, which wrong use need not wait for
-    from nemo_prorl.evaluation.sampling import BenchmarkWork
+    from nemo_prorl.evaluation.sampling import BenchmarkWork, Work
     from nemo_prorl.evaluation.sources import LocalEngines, ResponseSource
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -64,8 +63,6 @@ def evaluate(options: EvaluationOptions) -> EvaluationResults:
         ConfigError, DataError, UnfitMachine: A check failed; no engine was started.
         StoppedCleanly: A signal stopped the evaluation; it can be completed later.
     """
-    from nemo_prorl.launcher.job import locked
-
     is_url = models.is_url(options.model)
     served = models.on_server(options.model, options.model_name, options.opens_thought) if is_url else None
     path = Path(options.model) if is_url else model_folder(options.model, "MODEL", weights=True)
@@ -76,22 +73,32 @@ def evaluate(options: EvaluationOptions) -> EvaluationResults:
     _check_tasks(known, options.benchmarks)
     records = {one.name: load_records(one, options.data, options.limit) for one in options.benchmarks}
     _check_rewards(cfg, known, [record for some in records.values() for record in some])
+    from nemo_prorl.evaluation.duration import estimate
+    from nemo_prorl.evaluation.sampling import sample_and_judge
+    from nemo_prorl.launcher.job import locked
+
     with locked(options.out):
         model = served or models.open_model(path, options.out, options.checkpoint)
         benchmarks = [_fitting(one, model) for one in options.benchmarks]
         cfg = _fitted(configuration(options, model.folder), model, benchmarks)
-        manifest = manifest_of(cfg, model, benchmarks, records, options.seed, options.data, options.limit)
+        manifest = manifest_of(
+            cfg, model, benchmarks, records, seed=options.seed, data=options.data, limit=options.limit
+        )
         if options.expected is not None:
             check_expected(manifest, options.expected)
         benchmarks, manifest = merged(options.out, manifest, benchmarks)
         parts = [_part(options.out, one, records.get(one.name)) for one in benchmarks]
         write_json(options.out / "manifest.json", manifest)
+        source, engines = _source(options, cfg, model), 0 if model.folder is None else cfg.rollout.engines
+        if engines and (text := estimate(options.out, parts, engines, cfg.trainer.accelerator == "gpu")):
+            _log.info("%s", text)
         try:
-            seconds, tokens = asyncio.run(_work(options, cfg, model, parts))
+            sampling = sample_and_judge(cfg, options.out, parts, source, seed=options.seed, num_engines=engines)
+            work = asyncio.run(_stoppable(sampling))
         finally:
             for one in parts:
                 one.store.close()
-        found = _write_results(options.out, manifest, parts, seconds, tokens)
+        found = _write_results(options.out, manifest, parts, work)
         if found["complete"]:
             models.remove_export(options.out)
         return found
@@ -195,71 +202,40 @@ def _part(out: Path, benchmark: Benchmark, records: list[dict[str, Any]] | None)
 # --- the work --------------------------------------------------------------------------------------------------------
 
 
-async def _work(
-    options: EvaluationOptions, cfg: DictConfig, model: Model, parts: "Sequence[BenchmarkWork]"
-) -> tuple[float, int]:
-    """Sample and judge the missing responses; return the duration in seconds and the number of generated tokens."""
-    from nemo_prorl.evaluation.duration import estimate
-    from nemo_prorl.evaluation.sampling import Work, plan
-    from nemo_prorl.evaluation.services import Services
-    from nemo_prorl.evaluation.sources import Endpoint, LocalEngines
-    from nemo_prorl.service import read_token
+def _source(options: EvaluationOptions, cfg: DictConfig, model: Model) -> "ResponseSource":
+    from nemo_prorl.evaluation.sources import ServedModel
 
-    source: ResponseSource
-    if model.folder is None:
-        token, seconds = os.environ.get(options.token_env), cfg.trainer.deadlines.rollout_s
-        source = Endpoint(model.source, model.name, token, options.requests, seconds, model.opens_thought)
-    else:
-        source = local_engines(cfg, model)
-    try:
-        todo = plan(parts, source)
-        _log.info(
-            "%d responses are stored; %d to sample, %d to judge", todo.num_stored, todo.to_draw, len(todo.unjudged)
-        )
-        if not todo.to_draw and not todo.unjudged:
-            return 0.0, 0
-        on_gpu = cfg.trainer.accelerator == "gpu"
-        if isinstance(source, LocalEngines) and (text := estimate(options.out, parts, cfg.rollout.engines, on_gpu)):
-            _log.info("%s", text)
-        tasks = sorted({record["task"] for one in parts for record in one.records})
-        engines = cfg.rollout.engines if model.folder is not None and todo.to_draw else 0
-        async with Services(cfg, options.out, tasks, engines) as services, services.reward_client() as rewards:
-            if isinstance(source, LocalEngines):
-                source.connect(services.endpoints, read_token(services.token_file), engines)
-
-            async def judge(request: dict[str, Any]) -> Verdict:
-                what = f"the verdict on {request['id']!r} (trainer.deadlines.reward_s)"
-                return await rewards.score(request, Deadline(cfg.trainer.deadlines.reward_s, what))
-
-            work = Work(source, judge, options.seed)
-
-            async def run() -> None:
-                await services.ready()
-                await work.run(todo)
-
-            await _stoppable(services.watching(run()))
-            return work.seconds, work.tokens
-    finally:
-        await source.close()
+    if model.folder is not None:
+        return local_engines(cfg, model.folder)
+    about = model.about
+    token, seconds = os.environ.get(options.token_env), cfg.trainer.deadlines.rollout_s
+    return ServedModel(
+        about["url"],
+        about["name"],
+        token,
+        max_concurrent=options.requests,
+        seconds=seconds,
+        opens_thought=about.get("opens_thought", False),
+    )
 
 
-def local_engines(cfg: DictConfig, model: Model, context_tokens: int = 1 << 30) -> "LocalEngines":
+def local_engines(cfg: DictConfig, model: Path, context_tokens: int = 1 << 30) -> "LocalEngines":
     """Return a source of responses from this machine's engines; call `connect` once the engines run.
 
+    `model`: Hugging Face folder.
     A prompt that leaves no room in `context_tokens` is refused; LocalEngines checks the context of each benchmark.
     """
     from nemo_prorl.data.render import PromptRenderer
     from nemo_prorl.evaluation.sources import LocalEngines
 
-    assert model.folder is not None
-    renderer = PromptRenderer(model.folder, context_tokens, cfg.data)
-    stop = models.stop_tokens(model.folder) | {renderer.eos_id}
+    renderer = PromptRenderer(model, context_tokens, cfg.data)
+    stop = models.stop_tokens(model) | {renderer.eos_id}
     per_engine = 2 * cfg.rollout.max_num_seqs  # a full batch is running and another is waiting
     return LocalEngines(renderer, sorted(stop), per_engine, cfg.rollout.engines, cfg.trainer.deadlines.rollout_s)
 
 
-async def _stoppable(work: Coroutine[Any, Any, None]) -> None:
-    """Await the work.  SIGTERM, SIGINT and SIGUSR1 cancel it and raise StoppedCleanly."""
+async def _stoppable(work: Coroutine[Any, Any, T]) -> T:
+    """Await the work and return its result.  SIGTERM, SIGINT and SIGUSR1 cancel it and raise StoppedCleanly."""
     task, loop, received = asyncio.ensure_future(work), asyncio.get_running_loop(), list[str]()
 
     def stop(number: signal.Signals) -> None:
@@ -270,7 +246,7 @@ async def _stoppable(work: Coroutine[Any, Any, None]) -> None:
     for number in signals:
         loop.add_signal_handler(number, stop, number)
     try:
-        await task
+        return await task
     except asyncio.CancelledError:
         if not received:
             raise
@@ -286,18 +262,21 @@ async def _stoppable(work: Coroutine[Any, Any, None]) -> None:
 
 
 def _write_results(
-    out: Path, manifest: EvaluationManifest, parts: "Sequence[BenchmarkWork]", seconds: float, tokens: int
+    out: Path, manifest: EvaluationManifest, parts: "Sequence[BenchmarkWork]", work: "Work | None"
 ) -> EvaluationResults:
+    """Write results.json and return its content.  `work`: None if nothing had to be sampled or judged."""
     from nemo_prorl.evaluation.results import results, scored
 
     found = {
         one.benchmark.name: scored(one.records, one.store.lines, one.store.verdicts, one.benchmark.sampling.samples)
         for one in parts
     }
-    rate = tokens / seconds if seconds else None
-    clock: EvaluationTime = {"seconds": seconds, "generated_tokens": tokens, "tokens_per_s": rate}
-    if not seconds and (out / "results.json").exists():  # this command had nothing to sample or judge
-        clock = json.loads((out / "results.json").read_text())["time"]
+    clock: EvaluationTime = {"seconds": 0.0, "generated_tokens": 0, "tokens_per_s": None}
+    if work is not None:
+        rate = work.tokens / work.seconds
+        clock = {"seconds": work.seconds, "generated_tokens": work.tokens, "tokens_per_s": rate}
+    elif earlier := read_object(out / "results.json"):
+        clock = earlier["time"]
     result = results(manifest["model"], manifest["seed"], [one.benchmark for one in parts], found, clock)
     write_json(out / "results.json", result)
     return result

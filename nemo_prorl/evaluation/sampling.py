@@ -1,18 +1,23 @@
 """Sampling and judging for an evaluation: plans the missing work and does it, storing each response when it ends."""
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from omegaconf import DictConfig
+
+from nemo_prorl.deadlines import Deadline
 from nemo_prorl.evaluation.catalogue import Benchmark, Sampling
-from nemo_prorl.evaluation.sources import Reply, ResponseSource
+from nemo_prorl.evaluation.services import Services
+from nemo_prorl.evaluation.sources import LocalEngines, Reply, ResponseSource
 from nemo_prorl.evaluation.store import Store
 from nemo_prorl.rewards.interface import Verdict
 from nemo_prorl.rollout.endpoints import response_seed
+from nemo_prorl.service import read_token
 
 _log = logging.getLogger(__name__)
 
@@ -29,35 +34,15 @@ class BenchmarkWork(NamedTuple):
     records: Sequence[dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class StoredPlace:
-    """The place of one response: its store, prompt record and sample number."""
+@dataclass
+class PromptWork:
+    """The samples of one prompt that are still to draw, and those that are stored without a verdict."""
 
     store: Store
-    record: dict[str, Any]
-    sample: int
-
-
-@dataclass
-class Draw:
-    """The responses still to sample for one prompt, and the place to store each."""
-
     sampling: Sampling
     record: dict[str, Any]
-    places: list[StoredPlace]
-
-
-@dataclass
-class EvaluationPlan:
-    """The responses that an evaluation still has to sample or to judge."""
-
-    draws: list[Draw] = field(default_factory=list)
-    unjudged: list[StoredPlace] = field(default_factory=list)
-    num_stored: int = 0  # responses
-
-    @property
-    def to_draw(self) -> int:
-        return sum(len(draw.places) for draw in self.draws)
+    to_draw: list[int] = field(default_factory=list)
+    to_judge: list[int] = field(default_factory=list)
 
 
 def seed_of(run_seed: int, record: Mapping[str, Any], sample: int) -> int:
@@ -65,25 +50,64 @@ def seed_of(run_seed: int, record: Mapping[str, Any], sample: int) -> int:
     return response_seed(run_seed, str(record["prompt"]), 0, sample)
 
 
-def plan(parts: Sequence[BenchmarkWork], source: ResponseSource) -> EvaluationPlan:
-    """List the responses without a stored sample or verdict.  Raises DataError for a prompt without room to respond."""
-    found = EvaluationPlan()
+def plan(parts: Sequence[BenchmarkWork], source: ResponseSource) -> list[PromptWork]:
+    """Return each prompt with its missing samples and verdicts.  Raises DataError for a prompt without room to respond.
+
+    A verdict that the infrastructure failed to give counts as missing.
+    """
+    prompts = []
     for benchmark, store, records in parts:
         for record in records:
             source.check(record, benchmark.sampling)
-            draw = Draw(benchmark.sampling, record, [])
+            prompt = PromptWork(store, benchmark.sampling, record)
             for sample in range(benchmark.sampling.samples):
-                place = StoredPlace(store, record, sample)
-                if (record["id"], sample) not in store.lines:
-                    draw.places.append(place)
-                    continue
-                found.num_stored += 1
                 verdict = store.verdicts.get((record["id"], sample))
-                if verdict is None or verdict["score"] is None:
-                    found.unjudged.append(place)
-            if draw.places:
-                found.draws.append(draw)
-    return found
+                if (record["id"], sample) not in store.lines:
+                    prompt.to_draw.append(sample)
+                elif verdict is None or verdict["score"] is None:
+                    prompt.to_judge.append(sample)
+            prompts.append(prompt)
+    return prompts
+
+
+async def sample_and_judge(
+    cfg: DictConfig, out: Path, parts: Sequence[BenchmarkWork], source: ResponseSource, seed: int, num_engines: int
+) -> "Work | None":
+    """Sample and judge the responses that the stores lack; return the finished work, or None if they lack nothing.
+
+    Args:
+        cfg: settings of the services.
+        out: folder for logs and endpoint files.
+        source: is closed at the end.
+        num_engines: engines to start if anything has to be sampled; 0 for a model on a server.
+    """
+    try:
+        prompts = plan(parts, source)
+        to_draw, to_judge = sum(len(one.to_draw) for one in prompts), sum(len(one.to_judge) for one in prompts)
+        stored = sum(one.sampling.samples for one in prompts) - to_draw
+        _log.info("%d responses are stored; %d to sample, %d to judge", stored, to_draw, to_judge)
+        if not to_draw and not to_judge:
+            return None
+        tasks = sorted({record["task"] for one in parts for record in one.records})
+        engines = num_engines if to_draw else 0
+        async with Services(cfg, out, tasks, engines) as services, services.reward_client() as rewards:
+            if isinstance(source, LocalEngines):
+                source.connect(services.endpoints, read_token(services.token_file), engines)
+
+            async def judge(request: dict[str, Any]) -> Verdict:
+                verdict = f"the verdict on {request['id']!r} (trainer.deadlines.reward_s)"
+                return await rewards.score(request, Deadline(cfg.trainer.deadlines.reward_s, verdict))
+
+            work = Work(source, judge, seed)
+
+            async def run() -> None:
+                await services.ready()
+                await work.run(prompts)
+
+            await services.watching(run())
+            return work
+    finally:
+        await source.close()
 
 
 class Work:
@@ -94,98 +118,78 @@ class Work:
 
     def __init__(self, source: ResponseSource, judge: Judge, run_seed: int) -> None:
         self._source, self._judge, self._run_seed = source, judge, run_seed
+        self._room, self._turn = asyncio.Semaphore(source.max_concurrent), asyncio.Lock()
         self.drawn = self.tokens = self.judged = 0
+        self.sampling_s = 0.0  # until the last response ended
         self.seconds = 0.0
 
-    async def run(self, todo: EvaluationPlan) -> None:
-        """Sample and judge what `todo` lists.  Raises the first error; responses that ended before it are stored."""
+    async def run(self, prompts: Sequence[PromptWork]) -> None:
+        """Sample and judge what the prompts lack.  Raises the first error; responses that ended before are stored."""
         began = time.monotonic()
-        progress = asyncio.ensure_future(self._log_progress(todo, began))
-        room = _Room(self._source.max_concurrent)
+        progress = asyncio.ensure_future(self._log_progress(prompts, began))
         try:
             async with asyncio.TaskGroup() as group:
-                for place in todo.unjudged:
-                    group.create_task(self._judge_one(place))
-                for draw in todo.draws:
-                    group.create_task(self._draw(draw, room, group))
+                for prompt in prompts:
+                    for sample in prompt.to_judge:
+                        group.create_task(self._judge_one(prompt, sample))
+                for prompt in prompts:
+                    if prompt.to_draw:
+                        group.create_task(self._draw(prompt, group, began))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
             progress.cancel()
             self.seconds = time.monotonic() - began
 
-    async def _draw(self, draw: Draw, room: "_Room", group: asyncio.TaskGroup) -> None:
-        seeds = [seed_of(self._run_seed, draw.record, place.sample) for place in draw.places]
+    async def _draw(self, prompt: PromptWork, group: asyncio.TaskGroup, began: float) -> None:
+        seeds = [seed_of(self._run_seed, prompt.record, sample) for sample in prompt.to_draw]
+        open_responses = len(seeds)
+        held = min(open_responses, self._source.max_concurrent)
+        async with self._turn:  # prompts begin in order, each once there is room for all its responses
+            for _ in range(held):
+                await self._room.acquire()
 
-        async with room.entered(len(seeds)) as leave:
+        def arrived(index: int, reply: Reply) -> None:
+            nonlocal open_responses, held
+            open_responses -= 1
+            if open_responses < held:
+                held -= 1
+                self._room.release()
+            self.drawn += 1
+            self.tokens += reply.tokens or 0
+            self.sampling_s = time.monotonic() - began
+            sample = prompt.to_draw[index]
+            prompt.store.add(
+                {
+                    "id": prompt.record["id"],
+                    "sample": sample,
+                    "seed": seeds[index],
+                    "response": reply.text,
+                    "finished": reply.finished,
+                    "tokens": reply.tokens,
+                }
+            )
+            group.create_task(self._judge_one(prompt, sample))
 
-            def arrived(index: int, reply: Reply) -> None:
-                leave()
-                self.drawn += 1
-                self.tokens += reply.tokens or 0
-                place = draw.places[index]
-                place.store.add(
-                    {
-                        "id": draw.record["id"],
-                        "sample": place.sample,
-                        "seed": seeds[index],
-                        "response": reply.text,
-                        "finished": reply.finished,
-                        "tokens": reply.tokens,
-                    }
-                )
-                group.create_task(self._judge_one(place))
+        await self._source.generate(prompt.record, prompt.sampling, seeds, arrived)
 
-            await self._source.generate(draw.record, draw.sampling, seeds, arrived)
-
-    async def _judge_one(self, place: StoredPlace) -> None:
-        line = place.store.lines[place.record["id"], place.sample]
-        verdict = await self._judge({**place.record, "response": line["response"], "finished": line["finished"]})
-        place.store.judge(place.sample, verdict)
+    async def _judge_one(self, prompt: PromptWork, sample: int) -> None:
+        line = prompt.store.lines[prompt.record["id"], sample]
+        verdict = await self._judge({**prompt.record, "response": line["response"], "finished": line["finished"]})
+        prompt.store.judge(sample, verdict)
         self.judged += 1
 
-    async def _log_progress(self, todo: EvaluationPlan, began: float) -> None:
-        longest = max((draw.sampling.max_response or draw.sampling.context for draw in todo.draws), default=0)
+    async def _log_progress(self, prompts: Sequence[PromptWork], began: float) -> None:
+        to_draw = sum(len(one.to_draw) for one in prompts)
+        longest = max((one.sampling.max_response or one.sampling.context for one in prompts if one.to_draw), default=0)
         while True:
             await asyncio.sleep(_PROGRESS_EVERY_S)
             seconds = time.monotonic() - began
             tokens = max(self.tokens, self._source.generated_tokens)
             # Short responses end first, so all tokens, over the finished responses, estimate the mean length.
             length = min(longest, tokens / max(1, self.drawn))
-            left = max(0.0, todo.to_draw * length - tokens) * seconds / max(1, tokens)
+            left = max(0.0, to_draw * length - tokens) * seconds / max(1, tokens)
             _log.info(
                 "sampled %d of %d responses, judged %d; %d tokens, %.0f tokens/s, about %.0f s left",
-                *(self.drawn, todo.to_draw, self.judged, tokens, tokens / seconds, left),
+                *(self.drawn, to_draw, self.judged, tokens, tokens / seconds, left),
             )
-
-
-class _Room:
-    """A limit on concurrent responses over all prompts.  Prompts are admitted in the order of their requests."""
-
-    def __init__(self, most: int) -> None:
-        self._most, self._inside = most, 0
-        self._turn, self._left = asyncio.Lock(), asyncio.Event()
-
-    @contextlib.asynccontextmanager
-    async def entered(self, responses: int) -> AsyncIterator[Callable[[], None]]:
-        """Context manager that waits until this many more responses fit under the limit, or no response is running.
-
-        Yields a function.  Call it whenever a response has ended, to make room for another response.
-        """
-        async with self._turn:
-            while self._inside and self._inside + responses > self._most:
-                self._left.clear()
-                await self._left.wait()
-            self._inside += responses
-        left = responses
-
-        def leave(number: int = 1) -> None:
-            nonlocal left
-            left -= number
-            self._inside -= number
-            self._left.set()
-
-        try:
-            yield leave
-        finally:
-            leave(left)

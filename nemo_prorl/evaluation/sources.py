@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import aiohttp
-
 from nemo_prorl.deadlines import Deadline
-from nemo_prorl.errors import ConfigError, DataError, DeadlineExceeded, EngineFailure, EngineRefused
+from nemo_prorl.errors import ConfigError, DataError, EngineRefused
 from nemo_prorl.evaluation.catalogue import Sampling
+from nemo_prorl.openai_client import OpenAIClient, RequestRefused
 from nemo_prorl.rewards.interface import opened_thought
 from nemo_prorl.rollout.endpoints import Response, SamplingParams
 from nemo_prorl.rollout.engines import EnginePool
@@ -24,9 +23,6 @@ if TYPE_CHECKING:
     from nemo_prorl.data.render import PromptRenderer
 
 _log = logging.getLogger(__name__)
-
-_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.5, 30.0
-_HOPELESS = (400, 401, 403, 404, 405, 413, 422)  # HTTP status after which a retry cannot succeed
 
 
 @dataclass(frozen=True)
@@ -89,10 +85,6 @@ class LocalEngines:
         """Connect to the engines that announce themselves in the folder `endpoints`.  Call it before `generate`."""
         self._pool = EnginePool(endpoints, token, engines, self._per_engine)
 
-    def length(self, record: Mapping[str, Any]) -> int:
-        """Return the number of tokens of a record's prompt."""
-        return self._renderer.length(record)
-
     def check(self, record: Mapping[str, Any], sampling: Sampling) -> None:
         self.request(record, sampling)
 
@@ -131,7 +123,7 @@ class LocalEngines:
             await self._pool.close()
 
 
-class Endpoint:
+class ServedModel:
     """A model on an OpenAI-compatible server.  Messages go to /chat/completions, text prompts to /completions."""
 
     def __init__(
@@ -155,9 +147,7 @@ class Endpoint:
         """
         self.max_concurrent = max_concurrent
         self._opens_thought, self._warned = opens_thought, False
-        self._url, self._name, self._seconds = url, name, seconds
-        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        self._http: aiohttp.ClientSession | None = None
+        self._server, self._name, self._seconds = OpenAIClient(url, token), name, seconds
         self._room = asyncio.Semaphore(max_concurrent)
         self.generated_tokens = 0
 
@@ -207,62 +197,42 @@ class Endpoint:
             _log.warning(
                 "%s: a response has </think> without <think>. Fix: --opens-thought; without it, a response "
                 "that was truncated inside its thought is judged as an answer",
-                self._url,
+                self._server.url,
             )
         return text
 
     async def _reply(self, record: Mapping[str, Any], body: dict[str, Any]) -> Reply:
-        """Request one response, retrying with growing pauses until the deadline.
+        """Request one response.
 
         Raises:
             DeadlineExceeded: No try succeeded in time; the message has the last error.
             EngineRefused, ConfigError: The server refused the request; a retry cannot succeed.
         """
-        deadline = Deadline(self._seconds, f"{self._url} to answer {record['id']!r} (trainer.deadlines.rollout_s)")
-        backoff = _FIRST_BACKOFF_S
-        while True:
+        chat, url = "messages" in body, self._server.url
+        deadline = Deadline(self._seconds, f"{url} to answer {record['id']!r} (trainer.deadlines.rollout_s)")
+
+        def read(value: Any) -> Reply:
             try:
-                return await self._once(body, deadline)
-            except EngineFailure as error:
-                if deadline.remaining <= backoff:
-                    raise DeadlineExceeded(f"{deadline.error()}; last error: {error}") from None
-                _log.debug("%s; retrying", error)
-                await asyncio.sleep(backoff)
-                backoff = min(2 * backoff, _LONGEST_BACKOFF_S)
+                return _reply_of(value, chat)
+            except (KeyError, IndexError, TypeError) as error:
+                text = f"{url}: expected an answer in OpenAI's format ({error!r}); got: {str(value)[:200]}"
+                raise EngineRefused(text) from error
 
-    async def _once(self, body: dict[str, Any], deadline: Deadline) -> Reply:
-        if self._http is None:
-            self._http = aiohttp.ClientSession(trust_env=True)
-        chat = "messages" in body
-        url = self._url + ("/chat/completions" if chat else "/completions")
-        timeout = aiohttp.ClientTimeout(total=max(1.0, deadline.remaining), sock_connect=30)
         try:
-            async with self._http.post(url, json=body, headers=self._headers, timeout=timeout) as answer:
-                if answer.status != 200:
-                    self._refused(url, answer.status, (await answer.text())[:300])
-                value = await answer.json(content_type=None)
-        except (aiohttp.ClientError, TimeoutError, ConnectionError, ValueError) as error:
-            if isinstance(error, EngineFailure | EngineRefused | ConfigError):
-                raise
-            raise EngineFailure(f"{url}: {type(error).__name__}: {error}") from error
-        try:
-            return _reply_of(value, chat)
-        except (KeyError, IndexError, TypeError) as error:
-            raise EngineRefused(
-                f"{url}: expected an answer in OpenAI's format ({error!r}); got: {str(value)[:200]}"
-            ) from error
-
-    def _refused(self, url: str, status: int, text: str) -> None:
-        reply = f"{url}: HTTP {status}: {text}"
-        if status in (401, 403):
-            raise ConfigError(f"{reply}\nThe environment variable that --token-env names must contain the token")
-        if status == 404:
-            raise ConfigError(f"{reply}\nMODEL must be the URL up to /v1, and --model a name that GET /v1/models lists")
-        raise (EngineRefused if status in _HOPELESS else EngineFailure)(reply)
+            return await self._server.post("/chat/completions" if chat else "/completions", body, deadline, read)
+        except RequestRefused as error:
+            if error.status in (401, 403):
+                raise ConfigError(
+                    f"{error}\nThe environment variable that --token-env names must contain the token"
+                ) from None
+            if error.status == 404:
+                raise ConfigError(
+                    f"{error}\nMODEL must be the URL up to /v1, and --model a name that GET /v1/models lists"
+                ) from None
+            raise EngineRefused(str(error)) from None
 
     async def close(self) -> None:
-        if self._http is not None:
-            await self._http.close()
+        await self._server.close()
 
 
 def _reply_of(value: Any, chat: bool) -> Reply:

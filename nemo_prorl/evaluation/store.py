@@ -1,4 +1,4 @@
-"""The stored prompts, responses and verdicts of an evaluation: one JSON object per line, appended at once.
+"""The stored prompts, responses and verdicts of an evaluation: one JSON object per line, appended as it arises.
 
 A process killed at any moment leaves complete lines and at most one partial line at the end, which is removed.
 """

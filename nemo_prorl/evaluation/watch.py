@@ -1,4 +1,4 @@
-"""`prorl watch RUN`: evaluate the checkpoints of a run as they appear, beside the run.
+"""`prorl watch RUN`: evaluate the checkpoints of a run as they appear, while the run continues.
 
 The evaluations have their own engines, on this machine or, with a shared file system, on any other; the run does not
 wait for them.  Each is written to RUN/evaluations/step-N, and the run's report shows them.
@@ -28,7 +28,7 @@ _TRIES = 2  # attempts at one checkpoint; an interrupted evaluation continues
 
 def add_parser(commands: Any) -> None:
     """Add `watch` to the main command line."""
-    text = "evaluate the checkpoints of a run as they appear, beside the run; the report shows the results"
+    text = "evaluate the checkpoints of a run as they appear, while the run continues; the report shows the results"
     parser = commands.add_parser("watch", help=text, description=text)
     parser.add_argument("run", metavar="RUN", type=Path, help="run directory")
     parser.add_argument(

@@ -6,11 +6,12 @@ from typing import Any
 
 from nemo_prorl.report import evaluation, samples, series, tables
 from nemo_prorl.report.diary import diary
-from nemo_prorl.report.forecast import forecast_text
+from nemo_prorl.report.forecast import forecast, text_of
 from nemo_prorl.report.outcome import outcome
 from nemo_prorl.report.probe import probe
 from nemo_prorl.report.read import Curve, read_curves
 from nemo_prorl.report.second import second
+from nemo_prorl.rewards.canaries import SIDES
 
 POINTS = 256  # points of a curve; fewer with many runs, so that the file stays small
 _ALL_POINTS = 1024
@@ -46,7 +47,7 @@ def _curve(curve: Curve, points: int, limit: int) -> dict[str, Any]:
         "name": curve.name,
         "steps": sum(run.last_step for run in curve.runs),
         "outcome": outcome(curve),
-        "forecast": forecast_text(curve),
+        "forecast": text_of(expected) if "now" in (expected := forecast(curve)) else [],
         "bucket": grid.size,
         **grid.steps(curve),
         "metrics": {key: value for key, value in found.items() if value is not None},
@@ -58,7 +59,7 @@ def _curve(curve: Curve, points: int, limit: int) -> dict[str, Any]:
         "configuration": tables.configuration(curve.runs[0]),
         "phases": tables.phases(curve),
         "events": tables.events(curve),
-        "canaries": tables.canaries(curve),
+        "canaries": tables.rates(curve, "canaries", SIDES),
         "second": again,
         "samples": shown,
         "probe": probe(curve),

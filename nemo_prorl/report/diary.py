@@ -6,7 +6,7 @@ from it.  It has the paper's signals: KL, entropy, response length, missing eos,
 
 from typing import Any
 
-from nemo_prorl.lifecycle.stages import begun_from, stop_requested
+from nemo_prorl.lifecycle.stages import begun_from, end_in_words
 from nemo_prorl.report.read import Curve, RunRecord, number, part_of
 from nemo_prorl.report.tables import changes_between
 
@@ -72,17 +72,10 @@ def _began(run: RunRecord) -> str:
 
 
 def _ended(run: RunRecord) -> str:
-    """Return why the stage ended, and how many of its steps were done."""
-    steps = f"after step {run.last_step} of {run.setting('trainer.grpo.max_steps')}"
-    end = run.ending
-    if end is None:
-        return f"not ended, or killed; {steps}"
-    if end["event"] == "finish":
-        return f"its steps were done; {steps}"
-    if who := stop_requested(run.events):
-        return f"stopped on purpose by {who} (prorl control); {steps}"
-    what = "failed" if end["event"] == "failure" else "stopped"
-    return f"{what} {steps}: {_short(end.get('reason'))}"
+    """Return how the stage ended, as `prorl status` says it, after which step, and why."""
+    ended, end = end_in_words(run.events), run.ending or {}
+    reason = f": {_short(end.get('reason'))}" if ended in ("stopped", "failed") else ""
+    return f"{ended}, after step {run.last_step} of {run.setting('trainer.grpo.max_steps')}{reason}"
 
 
 def _validation(run: RunRecord) -> str:

@@ -94,10 +94,13 @@ def _difference(title: str, entry: Mapping[str, Any], one: Mapping[str, Any], ba
     most = max(one["pass@k"], key=int)
     facts = {key: one[key] for key in ("model", "pass@1", "reward")}
     facts["reading"] = explained(one["reading"], base, int(most))
-    more = {key: one[key] for key in ("prompts", "base_k") if key in one} | one.get(
-        "solved", {}
-    )  # means over benchmarks
+    more = {key: one[key] for key in ("prompts", "base_k") if key in one} | one.get("solved", {})  # no means have these
     outside = entry.get("out_of_distribution", False)
-    return (
-        {"title": title, "out_of_distribution": outside, "k": int(most), "largest": one["pass@k"][most]} | facts | more
-    )
+    return {
+        "title": title,
+        "out_of_distribution": outside,
+        "k": int(most),
+        "largest": one["pass@k"][most],
+        **facts,
+        **more,
+    }

@@ -71,28 +71,29 @@ def segments(curve: Curve) -> list[Segment]:
         validations = {int(event["step"]): part_of(event, "all") for event in run.counted("validation")}
         spent = _spent_hours(run)
         for begin, end in pairwise(bounds):
-            inside = [step for step in sorted(validations) if begin <= step <= end]
-            rows = [
-                (step, number(validations[step].get("mean")), number(validations[step].get("se"))) for step in inside
-            ]
-            whole = [
-                (step, mean, error)
-                for step, mean, error in rows
-                if mean is not None and 0.0 <= mean <= 1.0 and error is not None and 0.0 <= error <= 1.0
-            ]
-            rates = [number(line.get("keep_rate/all")) for line in run.metrics if end - 10 < line["step"] <= end]
-            known = [rate for rate in rates if rate is not None]
+            points = []
+            for step, scores in sorted(validations.items()):
+                mean, error = number(scores.get("mean")), number(scores.get("se"))
+                if begin <= step <= end and _is_share(mean) and _is_share(error):
+                    points.append((offset + step, spent(step) - spent(begin), mean, error))
+            steps, hours, means, errors = zip(*points, strict=True) if points else ((), (), (), ())
+            lines = [line for line in run.metrics if end - 10 < line["step"] <= end]
+            rates = [rate for line in lines if (rate := number(line.get("keep_rate/all"))) is not None]
             found.append(
                 Segment(
-                    offset + begin,
-                    tuple(offset + step for step, _, _ in whole),
-                    tuple(spent(step) - spent(begin) for step, _, _ in whole),
-                    tuple(mean for _, mean, _ in whole),
-                    tuple(error for _, _, error in whole),
-                    sum(known) / len(known) if known else None,
+                    begin=offset + begin,
+                    steps=steps,
+                    hours=hours,
+                    scores=means,
+                    errors=errors,
+                    keep_rate=sum(rates) / len(rates) if rates else None,
                 )
             )
     return found
+
+
+def _is_share(value: float | None) -> bool:
+    return value is not None and 0.0 <= value <= 1.0
 
 
 def _spent_hours(run: RunRecord) -> Callable[[int], float]:
@@ -162,7 +163,14 @@ def forecast(curve: Curve) -> dict[str, Any]:
         "asymptote": _rounded(curves.asymptote),
         "midpoint": float(f"{curves.best[1]:.4g}"),
         "exponent": float(f"{curves.best[2]:.3g}"),
-        "advice": advice(gain, curves.noise, curves.asymptote[1], before, last.keep_rate, len(parts) - 1),
+        "advice": advice(
+            gain,
+            noise=curves.noise,
+            low=curves.asymptote[1],
+            before=before,
+            keep_rate=last.keep_rate,
+            resets=len(parts) - 1,
+        ),
     }
 
 
@@ -206,23 +214,6 @@ def _rounded(values: Sequence[float]) -> list[float]:
     return [round(float(value), 4) for value in values]
 
 
-def forecast_text(curve: Curve) -> list[str]:
-    """Return the forecast of a curve as sentences for the report; empty if there are too few validations."""
-    found = forecast(curve)
-    if "now" not in found:
-        return []
-    if found["refused"] is None:
-        low, high = found["asymptote"][1:]
-        end, advised = f"it approaches {found['asymptote'][0]:.3f} ({low:.3f} to {high:.3f})", found["advice"]
-    else:
-        end, advised = f"no asymptote yet: {found['refused']}", None
-    return [
-        f"Forecast: {end}; it is at {found['now'][0]:.3f} now, after {found['spent']:.3g} {found['unit']} since step"
-        f" {found['begin']}. T{_gain(found)[1:]}, if all stays as it is.",
-        *([f"What to do: {advised}."] if advised else []),
-    ]
-
-
 def _gain(found: dict[str, Any]) -> str:
     gain, low, high = found["gain"]
     return f"the next {found['ahead']:.3g} {found['unit']} bring {gain:+.3f} ({low:+.3f} to {high:+.3f})"
@@ -251,7 +242,7 @@ def advice(
     if not resets:
         return "reset: this segment is near its asymptote, and no hard reset has been tried (prorl control RUN reset)"
     if before is None:
-        return "reset: this segment is near its asymptote; what the last hard reset brought cannot be told"
+        return "reset: this segment is near its asymptote; the gain from the last hard reset is not known"
     if low > before:
         return "reset: this segment is near its asymptote, and the last hard reset raised it"
     if keep_rate is not None and keep_rate < _LITTLE_SIGNAL:
@@ -308,7 +299,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def text_of(found: dict[str, Any]) -> list[str]:
-    """Return a forecast as lines of text."""
+    """Return a forecast as lines of text, for the terminal and the page."""
     if "now" not in found:
         return [f"{found['name']}: no forecast: {found['refused']}"]
     place = f"{found['name']}, from step {found['begin']}: {found['now'][0]:.3f} now, after {found['spent']:.3g}"
@@ -337,16 +328,15 @@ def text_of(found: dict[str, Any]) -> list[str]:
 def comparison(found: Sequence[dict[str, Any]]) -> str:
     """Return a table of the runs with an asymptote, the highest first: how far a recipe gets, apart from how fast."""
     whole = sorted((one for one in found if one["refused"] is None), key=lambda one: -one["asymptote"][0])
-    rows = [("run", "asymptote", "90 %", "half after", "exponent", "now")]
-    rows += [
-        (
-            one["name"],
-            f"{one['asymptote'][0]:.3f}",
-            f"{one['asymptote'][1]:.3f} to {one['asymptote'][2]:.3f}",
-            f"{one['midpoint']:.3g} {one['unit']}",
-            f"{one['exponent']:.2g}",
-            f"{one['now'][0]:.3f}",
-        )
+    rows = [
+        {
+            "run": one["name"],
+            "asymptote": f"{one['asymptote'][0]:.3f}",
+            "90 %": f"{one['asymptote'][1]:.3f} to {one['asymptote'][2]:.3f}",
+            "half after": f"{one['midpoint']:.3g} {one['unit']}",
+            "exponent": f"{one['exponent']:.2g}",
+            "now": f"{one['now'][0]:.3f}",
+        }
         for one in whole
     ]
-    return columns(rows)
+    return columns([list(rows[0]), *(list(row.values()) for row in rows)])

@@ -6,8 +6,6 @@ from typing import Any
 from nemo_prorl.launcher.run_results import significance
 from nemo_prorl.report.read import Curve, number, part_of
 
-_NUMBERS = ("mean", "se", "prompts")
-
 
 def outcome(curve: Curve) -> dict[str, Any]:
     """Return the held-out scores of the first and the last validation, and whether any step trained.
@@ -44,14 +42,11 @@ def outcome(curve: Curve) -> dict[str, Any]:
 
 
 def _row(name: str, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    (first, first_se, _), (last, last_se, prompts) = (
-        [number(one.get(key)) for key in _NUMBERS] for one in (before, after)
-    )
     return {
         "name": name[:100],
-        "before": first,
-        "after": last,
-        "before_se": first_se,
-        "after_se": last_se,
-        "prompts": prompts,
+        "before": number(before.get("mean")),
+        "after": number(after.get("mean")),
+        "before_se": number(before.get("se")),
+        "after_se": number(after.get("se")),
+        "prompts": number(after.get("prompts")),
     }

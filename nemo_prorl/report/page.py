@@ -42,9 +42,8 @@ def page(data: dict[str, Any]) -> str:
         "data": embedded(data),
         "script": script,
     }
-    return re.sub(
-        r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _asset("page.html")
-    )  # a single pass: inserted parts are not searched again
+    # A single pass, which does not search the inserted parts.
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _asset("page.html"))
 
 
 def _title(data: dict[str, Any]) -> str:

@@ -198,10 +198,10 @@ def objects_of(path: Path, problems: list[str], missing_is_fine: bool = False) -
                 raise ValueError(f"expected an object; got {type(value).__name__}")
             yield value
         except (ValueError, RecursionError) as error:
-            broken.append(f"{path.name}:{number}: passed over: {first_line(error)}")
+            broken.append(f"{path.name}:{number}: skipped: {first_line(error)}")
     problems += broken[:_MAX_PROBLEMS]
     if len(broken) > _MAX_PROBLEMS:
-        problems.append(f"{path.name}: {len(broken) - _MAX_PROBLEMS} more lines passed over")
+        problems.append(f"{path.name}: {len(broken) - _MAX_PROBLEMS} more lines skipped")
 
 
 def _steps(path: Path, problems: list[str]) -> list[dict[str, Any]]:
@@ -219,7 +219,7 @@ def _steps(path: Path, problems: list[str]) -> list[dict[str, Any]]:
             lines.pop()
         lines.append(line)
     if odd:
-        problems.append(f"{path.name}: {odd} {'line has' if odd == 1 else 'lines have'} no step and are passed over")
+        problems.append(f"{path.name}: {odd} {'line has' if odd == 1 else 'lines have'} no step and are skipped")
     return lines
 
 

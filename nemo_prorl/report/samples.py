@@ -2,11 +2,11 @@
 
 import functools
 import json
-from collections.abc import Iterator
 from itertools import chain, groupby, zip_longest
 from pathlib import Path
 from typing import Any
 
+from nemo_prorl.files import objects_in
 from nemo_prorl.report.read import Curve, RunRecord, number, part_of
 
 PER_GROUP = 4
@@ -80,7 +80,9 @@ def _read(path: Path, _changed: int, _size: int, limit: int | None) -> tuple[lis
     The returned groups have at most `limit` responses in all; None: no limit.  `_changed` (time of the last change) and
     `_size` are arguments only so that the cache reads a changed file again.
     """
-    stored = [_group(list(lines)) for _, lines in groupby(_requests(path), key=lambda line: str(line.get("id")))]
+    with path.open("rb") as file:
+        requests = [line for line in objects_in(file.read(_FILE_BYTES)) if isinstance(line.get("response"), str)]
+    stored = [_group(list(lines)) for _, lines in groupby(requests, key=lambda line: str(line.get("id")))]
     count = sum(len(items) for _, items in stored)
     if limit is None:
         return stored, count
@@ -93,29 +95,13 @@ def _read(path: Path, _changed: int, _size: int, limit: int | None) -> tuple[lis
     return kept, count
 
 
-def _requests(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open("rb") as file:
-        data = file.read(_FILE_BYTES)
-    for text in data.split(b"\n"):
-        try:
-            line = json.loads(text.decode(errors="replace"))
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(line, dict) and isinstance(line.get("response"), str):
-            yield line
-
-
 def _group(lines: list[dict[str, Any]]) -> Group:
     items = [_item(line) for line in lines]
     scores = [item["score"] for item in items if item["score"] is not None]
     first = lines[0]
-    truth = first.get("truth")
     group = {
-        "id": cut(str(first.get("id", "?")), 200),
-        "task": cut(str(first.get("task", "?")), 100),
+        **described(first, _TEXT),
         "source": cut(str(first.get("source") or ""), 100),
-        "prompt": cut(prompt_text(first.get("prompt")), _TEXT),
-        "truth": "" if truth is None else cut(json.dumps(truth, ensure_ascii=False), _TRUTH),
         "n": len(lines),
         "trained": first["trained"] if isinstance(first.get("trained"), bool) else None,
         "mean": number(sum(scores) / len(scores)) if scores else None,
@@ -123,7 +109,28 @@ def _group(lines: list[dict[str, Any]]) -> Group:
     return group, items
 
 
-def prompt_text(prompt: Any) -> str:
+def described(line: dict[str, Any], length: int) -> dict[str, str]:
+    """Return the texts of a stored request: id, task, prompt (at most `length` characters) and truth."""
+    truth = line.get("truth")
+    return {
+        "id": cut(str(line.get("id", "?")), 200),
+        "task": cut(str(line.get("task", "?")), 100),
+        "prompt": cut(_prompt_text(line.get("prompt")), length),
+        "truth": "" if truth is None else cut(json.dumps(truth, ensure_ascii=False), _TRUTH),
+    }
+
+
+def result_of(verdict: dict[str, Any]) -> dict[str, Any]:
+    """Return score, correctness and detail of a stored verdict."""
+    correct = verdict.get("correct")
+    return {
+        "score": number(verdict.get("score")),
+        "correct": correct if isinstance(correct, bool) else None,
+        "detail": str(verdict.get("detail") or "")[:500],
+    }
+
+
+def _prompt_text(prompt: Any) -> str:
     """Return a prompt as text, each message of a list with its role in brackets above it."""
     if isinstance(prompt, list):
         messages = [m for m in prompt if isinstance(m, dict)]
@@ -134,15 +141,12 @@ def prompt_text(prompt: Any) -> str:
 def _item(line: dict[str, Any]) -> dict[str, Any]:
     verdict = part_of(line, "verdict")
     parts = part_of(verdict, "parts")
-    correct = verdict.get("correct")
     return {
+        **result_of(verdict),
         "response": cut(line["response"], _TEXT),
         "characters": len(line["response"]),
         "finished": line["finished"] if isinstance(line.get("finished"), bool) else None,
-        "score": number(verdict.get("score")),
-        "correct": correct if isinstance(correct, bool) else None,
         "failure": str(verdict["failure"])[:100] if verdict.get("failure") else None,
-        "detail": str(verdict.get("detail") or "")[:500],
         "parts": cut(json.dumps(parts, ensure_ascii=False), _TRUTH) if parts else "",
         "version": number(line.get("version")),
     }

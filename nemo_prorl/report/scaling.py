@@ -217,7 +217,15 @@ def fit_family(power: float, compute: Floats, scores: Floats, errors: Floats) ->
     residual_KN = (scores - start[:, None] * rest_KN - asymptote[:, None] * share_KN) / errors
     misfit = np.einsum("kn,kn->k", residual_KN, residual_KN)
     found = FamilyFit(
-        power, grid[0], grid[1], start, asymptote, -b / a, a / determinant, -0.5 * np.log(determinant), misfit
+        power=power,
+        middle=grid[0],
+        exponent=grid[1],
+        start=start,
+        asymptote=asymptote,
+        slope=-b / a,
+        variance=a / determinant,
+        log_volume=-0.5 * np.log(determinant),
+        misfit=misfit,
     )
     return found, np.asarray(residual_KN[np.argmin(misfit)])
 

@@ -118,14 +118,12 @@ def validations(curve: Curve, points: int) -> dict[str, dict[str, Any]]:
     `x`: steps of the validations; `m`: mean scores; `lo`, `hi`: mean minus and plus one standard error.  If there are
     more validations than `points`, only every k-th is kept, and `left_out` is the number of the other validations.
     """
-    found: dict[str, dict[int, tuple[float, float | None]]] = {}
+    scores: list[tuple[str, int, Any]] = []
     for run, offset in zip(curve.runs, curve.offsets, strict=True):
         for event in run.counted("validation"):
-            tasks = event.get("tasks")
-            for name, score in [*(tasks.items() if isinstance(tasks, dict) else ()), ("all", event.get("all"))]:
-                if isinstance(score, dict) and (mean := number(score.get("mean"))) is not None:
-                    found.setdefault(name, {})[offset + event["step"]] = (mean, number(score.get("se")))
-    return {name: _validation(sorted(by_step.items()), points) for name, by_step in sorted(found.items())}
+            scores += [(name, offset + event["step"], one) for name, one in part_of(event, "tasks").items()]
+            scores.append(("all", offset + event["step"], event.get("all")))
+    return _by_name(scores, points)
 
 
 def benchmarks(curve: Curve, points: int) -> dict[str, dict[str, Any]]:
@@ -133,18 +131,24 @@ def benchmarks(curve: Curve, points: int) -> dict[str, dict[str, Any]]:
 
     The series are those of `validations`.  Their names are those of the benchmarks, for pass@k with `pass@k` added.
     """
-    found: dict[str, dict[int, tuple[float, float | None]]] = {}
+    scores: list[tuple[str, int, Any]] = []
     for run, offset in zip(curve.runs, curve.offsets, strict=True):
         for step, evaluation in watched(run.folder):
-            for name, entry in sorted(part_of(evaluation, "benchmarks").items()):
-                scores = part_of(entry, "pass@k") if isinstance(entry, dict) else {}
-                for k in {
-                    "1",
-                    max((k for k in scores if k.isdecimal() and len(k) < 10), key=int, default="1"),
-                } & scores.keys():
-                    if (mean := number(part_of(scores, k).get("mean"))) is not None:
-                        key = name if k == "1" else f"{name} pass@{k}"
-                        found.setdefault(key, {})[offset + step] = (mean, number(part_of(scores, k).get("se")))
+            for name in part_of(evaluation, "benchmarks"):
+                passes = part_of(part_of(evaluation["benchmarks"], name), "pass@k")
+                ks = [int(k) for k in passes if k.isdecimal() and len(k) < 10]
+                scores.append((name, offset + step, passes.get("1")))
+                if (largest := max(ks, default=1)) > 1:
+                    scores.append((f"{name} pass@{largest}", offset + step, passes.get(str(largest))))
+    return _by_name(scores, points)
+
+
+def _by_name(scores: Iterable[tuple[str, int, Any]], points: int) -> dict[str, dict[str, Any]]:
+    """Return the series of (name, step, score) by name; a score is an object with `mean` and `se`."""
+    found: dict[str, dict[int, tuple[float, float | None]]] = {}
+    for name, step, score in scores:
+        if isinstance(score, dict) and (mean := number(score.get("mean"))) is not None:
+            found.setdefault(name, {})[step] = (mean, number(score.get("se")))
     return {name: _validation(sorted(by_step.items()), points) for name, by_step in sorted(found.items())}
 
 

@@ -130,7 +130,7 @@ def server(source: PageSource) -> uvicorn.Server:
 
 
 def serve(runs: list[Path], evaluations: list[Path], samples: int, port: int) -> int:
-    """Print the address and serve until interrupted; return 0.  Raises ConfigError at once if an argument is wrong."""
+    """Print the address and serve until interrupted; return 0.  A wrong argument raises ConfigError before that."""
     source = PageSource(runs, evaluations, samples)
     with listen(port) as listener:
         source.data()  # raises before the start if arguments are wrong

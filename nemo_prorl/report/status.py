@@ -257,36 +257,21 @@ def chain_state(folder: Path, record: ChainRecord) -> dict[str, Any]:
 
 
 def _chain_table(chain: dict[str, Any]) -> str:
-    head = (
-        "stage",
-        "job",
-        "state",
-        "reason",
-        "step",
-        "from",
-        "ended",
-        "attempts",
-        "last end",
-        "held-out",
-        "last alarm",
-    )
-    rows = [head]
+    rows = []
     for stage in chain["stages"]:
         heldout, alarm, end = stage["heldout"], stage["alarm"], stage["end"]
-        last = f"step {alarm['step']}: {alarm['what']}" if alarm else "-"
-        rows.append(
-            (
-                stage["stage"],
-                stage["job"] or "-",
-                stage["state"],
-                stage["reason"] or "-",
-                _step(stage),
-                stage["from"] or "-",
-                stage["ended"] or "-",
-                str(stage["attempts"]),
-                end["what"] if end else "-",
-                f"{heldout['before']:.3f} -> {heldout['after']:.3f}" if heldout else "-",
-                shortened(last, _ALARM_LENGTH),
-            )
-        )
-    return columns(rows)
+        row = {
+            "stage": stage["stage"],
+            "job": stage["job"],
+            "state": stage["state"],
+            "reason": stage["reason"],
+            "step": _step(stage),
+            "from": stage["from"],
+            "ended": stage["ended"],
+            "attempts": str(stage["attempts"]),
+            "last end": end and end["what"],
+            "held-out": heldout and f"{heldout['before']:.3f} -> {heldout['after']:.3f}",
+            "last alarm": alarm and shortened(f"step {alarm['step']}: {alarm['what']}", _ALARM_LENGTH),
+        }
+        rows.append({title: text or "-" for title, text in row.items()})
+    return columns([list(rows[0]), *(list(row.values()) for row in rows)])

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from collections.abc import Mapping
 from typing import Any
 
 from nemo_prorl.files import shortened
@@ -10,7 +11,8 @@ from nemo_prorl.lifecycle.stages import begun_from
 from nemo_prorl.report.read import Curve, RunRecord, number, part_of, step_of
 from nemo_prorl.report.samples import cut
 from nemo_prorl.report.series import keys_of, rounded
-from nemo_prorl.rewards.canaries import SIDES, CanaryWatch, interval
+from nemo_prorl.rewards.canaries import interval
+from nemo_prorl.settings import leaves
 
 _EVENTS = 1000  # events on the page: first the alarms and resets that fit, then the newest
 _TEXT = 1000
@@ -64,25 +66,20 @@ def _sum(run: RunRecord, key: str) -> float:
     return number(sum(number(line.get(key)) or 0.0 for line in run.metrics)) or 0.0
 
 
-def _flat(config: dict[str, Any], prefix: str = "", named: bool = True) -> dict[str, str]:
+def _flat(config: dict[str, Any], named: bool = True) -> dict[str, str]:
     """Return a configuration's dotted keys with values as text; keys in `_PLACES`, such as run_dir, are left out.
 
     Args:
         named: show a list of data sources by the names of the sources only.
     """
-    found: dict[str, str] = {}
-    for key, value in config.items():
-        name = f"{prefix}{key}"
-        if name in _PLACES:
+    texts: dict[str, str] = {}
+    for key, value in leaves(config, into_lists=False):
+        if any(f"{key}.".startswith(f"{place}.") for place in _PLACES):
             continue
-        if isinstance(value, dict):
-            found.update(_flat(value, f"{name}.", named))
-        elif named and name in ("data.train", "data.validation") and isinstance(value, list):
-            sources = [str(source.get("name")) for source in value if isinstance(source, dict)]
-            found[name] = f"{', '.join(sources)}" if sources else "nothing"
-        else:
-            found[name] = value if isinstance(value, str) else json.dumps(value, default=str)
-    return found
+        if named and key in ("data.train", "data.validation") and isinstance(value, list):
+            value = ", ".join(str(source.get("name")) for source in value if isinstance(source, dict)) or "nothing"
+        texts[key] = value if isinstance(value, str) else json.dumps(value, default=str)
+    return texts
 
 
 def changes_between(before: RunRecord, after: RunRecord) -> dict[str, str]:
@@ -138,18 +135,28 @@ def phases(curve: Curve) -> dict[str, Any]:
     }
 
 
-def canaries(curve: Curve) -> list[dict[str, Any]]:
-    """Return the false accepts and false rejects of each task over all steps, with their exact 95 % intervals."""
-    steps = (line for run in curve.runs for line in run.metrics)
-    lines = ({key: min(1e6, max(0.0, number(value) or 0.0)) for key, value in line.items()} for line in steps)
+def rates(curve: Curve, group: str, errors_of: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return the error rate of verdicts of each task over all steps, with its exact 95 % interval.
+
+    Args:
+        group: first part of the metrics: `canaries` or `second`.
+        errors_of: second part of the metrics that count errors, by that of the metrics that count verdicts.
+    """
+    sums: dict[str, float] = {}
+    for key, value in (item for run in curve.runs for line in run.metrics for item in line.items()):
+        if key.startswith(f"{group}/"):
+            name = key.removeprefix(f"{group}/")
+            sums[name] = sums.get(name, 0.0) + min(1e6, max(0.0, number(value) or 0.0))
     rows = []
-    for key, tally in sorted(CanaryWatch.replay(lines).tallies.items()):
-        side, _, task = key.partition("/")
-        if 0 <= tally.errors <= tally.judged:  # otherwise the file was changed
-            low, high = interval(tally.errors, tally.judged)
-            counts = {"judged": tally.judged, "errors": tally.errors, "low": low, "high": high}
-            rows.append({"task": task, "kind": SIDES[side].replace("_", " "), **counts})
-    return sorted(rows, key=lambda row: row["task"])
+    for kind, its_errors in errors_of.items():
+        for key in sums:
+            task = key.removeprefix(f"{kind}/")
+            judged, errors = int(sums[key]), int(sums.get(f"{its_errors}/{task}", 0.0))
+            if task != key and errors <= judged and judged > 0:  # otherwise the file was changed
+                low, high = interval(errors, judged)
+                counts = {"judged": judged, "errors": errors, "low": low, "high": high}
+                rows.append({"task": task, "kind": its_errors.replace("_", " "), **counts})
+    return sorted(rows, key=lambda row: (row["task"], row["kind"]))
 
 
 def events(curve: Curve) -> dict[str, Any]:

@@ -13,8 +13,8 @@ import pytest
 import nemo_prorl
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.evaluation import models
-from nemo_prorl.evaluation.models import weights_sha256
 from nemo_prorl.policy.tools import export_hf
+from nemo_prorl.policy.weights import HFFolder, sha256_of
 
 pytestmark = [pytest.mark.nemo, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -77,10 +77,10 @@ def test_what_is_exported_and_evaluated(
     change(run, {2: 0.9, 4: 0.1})
     for which, step in (("best", 2), ("newest", 4), ("4", 4)):
         export_hf(run, tmp_path / which, which)
-        assert weights_sha256(tmp_path / which) == state_of(run, step)["weights_sha256"]
+        assert sha256_of(HFFolder(tmp_path / which).tensors()) == state_of(run, step)["weights_sha256"]
     done = prorl("export-hf", str(run), str(tmp_path / "named"), "--checkpoint", "best")
     assert done.returncode == 0, done.stderr
-    assert weights_sha256(tmp_path / "named") == state_of(run, 2)["weights_sha256"]
+    assert sha256_of(HFFolder(tmp_path / "named").tensors()) == state_of(run, 2)["weights_sha256"]
     options = {"samples": 1, "limit": 2, "max_response": 4}
     found = nemo_prorl.evaluate(run, "laptop_gcd", tmp_path / "evaluation", checkpoint="best", **options)  # type: ignore[arg-type]
     assert found["model"]["step"] == 2

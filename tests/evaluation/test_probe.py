@@ -6,56 +6,60 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nemo_prorl import settings
 from nemo_prorl.config import DataSource
-from nemo_prorl.evaluation.probe import Judged, SourceProbe, advice, estimate, table
+from nemo_prorl.evaluation.probe import advice, estimate, facts, table
 from tests.policy.models import MODELS, write_model
 
 
-def source(*groups: Sequence[float | None], task: str = "puzzles", text: str = "<answer>1</answer>") -> SourceProbe:
-    made = [[Judged(text, score is not None and score > 0, 10, score) for score in group] for group in groups]
-    return SourceProbe("s", task, [{}] * len(made), made)
+def source(*groups: Sequence[float | None], text: str = "<answer>1</answer>") -> dict[str, Any]:
+    def response(score: float | None) -> dict[str, Any]:
+        return {"text": text, "finished": bool(score), "tokens": 10, "score": score, "detail": ""}
+
+    return {"source": "s", "groups": [{"responses": [response(score) for score in group]} for group in groups]}
+
+
+def numbers(*groups: Sequence[float | None], task: str = "puzzles", **how: str) -> dict[str, Any]:
+    return facts(source(*groups, **how), task)
 
 
 def test_the_numbers_of_a_source() -> None:
-    found = source([1.0, 0.0], [1.0, 1.0], [0.5, 0.5], [0.0, None]).facts()
+    found = numbers([1.0, 0.0], [1.0, 1.0], [0.5, 0.5], [0.0, None])
     assert (found["prompts"], found["responses"], found["reward"]) == (4, 8, 4 / 7)
     assert (found["keep_rate"], found["solved"], found["pass_at_n"]) == (0.25, 0.25, 0.5)
     assert (found["cut_off"], found["without_form"], found["unjudged"], found["tokens"]) == (3 / 8, 0.0, 1 / 8, 10)
-    assert source([1.0, 0.0], task="instructions").facts()["without_form"] is None
+    assert numbers([1.0, 0.0], task="instructions")["without_form"] is None
 
 
 @pytest.mark.parametrize(
     ("probed", "words"),
     [
-        (source([1.0, None]), "could not be judged"),
-        (source([0.0, 0.0, 1.0]), "trainer.grpo.max_response_tokens"),
-        (
-            source([1.0, 0.5], text="42"),
-            "have no <answer>: state the form in the prompt",
-        ),
-        (source([1.0, 1.0]), "harder problems"),
-        (source(*[[0.5, 0.5]] * 9, [0.5, 1.0]), "only 10% of the groups carry a signal"),
-        (source([0.5, 1.0]), "fits"),
+        (numbers([1.0, None]), "could not be judged"),
+        (numbers([0.0, 0.0, 1.0]), "trainer.grpo.max_response_tokens"),
+        (numbers([1.0, 0.5], text="42"), "have no <answer>: state the form in the prompt"),
+        (numbers([1.0, 1.0]), "harder problems"),
+        (numbers(*[[0.5, 0.5]] * 9, [0.5, 1.0]), "only 10% of the groups carry a signal"),
+        (numbers([0.5, 1.0]), "fits"),
     ],
 )
-def test_what_it_advises(probed: SourceProbe, words: str) -> None:
-    assert words in advice(probed.facts())
+def test_what_it_advises(probed: dict[str, Any], words: str) -> None:
+    assert words in advice(probed)
 
 
 def test_the_estimate_draws_as_dynamic_sampling_does() -> None:
     cfg = settings.load(["trainer.grpo.prompts_per_step=8", "trainer.grpo.samples_per_prompt=4"])
     cfg.data.train = [DataSource(name="s")]
-    half = source([0.0, 1.0], [1.0, 1.0])
+    half = numbers([0.0, 1.0], [1.0, 1.0])
     assert estimate(cfg, [half], 2.0) == {"tokens_per_step": 640.0, "generation_s_per_step": 32.0, "tokens_per_s": 20.0}
-    none = estimate(cfg, [source([0.0, 0.0])], 2.0)
+    none = estimate(cfg, [numbers([0.0, 0.0])], 2.0)
     assert none["tokens_per_step"] is None
     cfg.trainer.grpo.dynamic_sampling.enabled = False
     assert estimate(cfg, [half], 2.0)["tokens_per_step"] == 320.0
-    found = {"samples": 2, "sources": [{**half.facts(), "advice": "a"}], "estimate": none, "responses": []}
+    found = {"samples": 2, "sources": [{**half, "advice": "a"}], "estimate": none, "responses": []}
     assert "no group carries a signal, so no step would train" in table(found)
 
 

@@ -143,7 +143,7 @@ def test_each_verdict(tmp_path: Path) -> None:
     assert published.verdict(rows["aime25"]) == "lower by 22.7 ± 1.9: prompt? grader?"
     assert rows["math500"]["hints"] == ["8000 responses without a verdict: run it again"]
     text = published.table(compared(folder))
-    assert "base beside DeepSeek-R1-Distill-Qwen-1.5B: 2 of 3 rows are outside" in text
+    assert "base compared with DeepSeek-R1-Distill-Qwen-1.5B: 2 of 3 rows are outside" in text
     assert "arXiv 2505.24864v1" in text
 
 
@@ -291,10 +291,10 @@ def test_the_standard_error_covers_what_chance_does(same: bool, samples: int, tm
 
 
 def _scored(values: list[list[float]]) -> Any:
-    from nemo_prorl.evaluation.results import Sample, Scored
+    from nemo_prorl.evaluation.results import PromptSamples, Sample, Scored
 
     rows = [[Sample(one == 1.0, one, 1, True, None) for one in row] for row in values]
-    return Scored([str(i) for i in range(len(rows))], ["a"] * len(rows), rows)
+    return Scored([PromptSamples(str(i), "a", row) for i, row in enumerate(rows)])
 
 
 def test_an_evaluation_like_the_papers_is_rarely_outside_anywhere(tmp_path: Path) -> None:

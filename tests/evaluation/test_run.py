@@ -61,7 +61,7 @@ class Judge:
 
 @pytest.fixture
 def judge(monkeypatch: pytest.MonkeyPatch) -> type[Judge]:
-    monkeypatch.setattr("nemo_prorl.evaluation.services.Services", Judge)
+    monkeypatch.setattr("nemo_prorl.evaluation.sampling.Services", Judge)
     Judge.started, Judge.requests, Judge.broken = [], [], False
     return Judge
 

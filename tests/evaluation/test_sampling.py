@@ -11,7 +11,7 @@ import pytest
 from nemo_prorl.errors import ConfigError, DataError, DeadlineExceeded, EngineRefused
 from nemo_prorl.evaluation.catalogue import Benchmark, Sampling, catalogue
 from nemo_prorl.evaluation.sampling import BenchmarkWork, Work, plan, seed_of
-from nemo_prorl.evaluation.sources import Endpoint, OnReply, Reply
+from nemo_prorl.evaluation.sources import OnReply, Reply, ServedModel
 from nemo_prorl.evaluation.store import Store
 from nemo_prorl.rewards.interface import Verdict, failed_verdict
 from tests.evaluation.openai_server import Answers, serve
@@ -189,7 +189,7 @@ def ask(answers: Answers, record: dict[str, Any], seeds: Sequence[int] = (0, 1, 
 
     async def go() -> dict[int, Reply]:
         runner, url = await serve(answers)
-        source = Endpoint(url, options["name"], options["token"], 4, options["seconds"])
+        source = ServedModel(url, options["name"], options["token"], 4, options["seconds"])
         found: dict[int, Reply] = {}
         try:
             await source.generate(record, Sampling(max_response=16), seeds, found.__setitem__)
@@ -245,7 +245,7 @@ def test_a_wrong_token_or_name_is_wrong_use() -> None:
 
 
 def test_a_text_prompt_that_may_fill_the_context_is_refused() -> None:
-    source = Endpoint("http://x/v1", "tiny", None, 1, 1.0)
+    source = ServedModel("http://x/v1", "tiny", None, 1, 1.0)
     with pytest.raises(DataError, match=rf"{RECORDS[0]['id']}.*a larger --context N, or --max-response N"):
         source.check(RECORDS[0], Sampling(context=20))
     source.check(MESSAGES, Sampling(context=20))

@@ -185,7 +185,7 @@ def test_a_real_stage_is_stopped_and_the_next_begins_from_its_checkpoint(root: P
     [curve] = read_curves([folder])
     text = diary_text(curve)
     before, after = text.split("\nrun4\n")
-    assert "stopped on purpose by " in before
+    assert "stopped by " in before
     assert f"run4 began from {where}" in before
     assert f"from {where}" in after
     assert "trainer.grpo.unfinished_factor: 1.0 → 0.1" in after

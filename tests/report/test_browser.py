@@ -151,7 +151,7 @@ def test_odd_runs_are_shown(chromium: Browser, tmp_path: Path, kind: str) -> Non
         return await text(page, "main")
 
     shown = chromium.visit(write(folder, *more), look)
-    assert ("not ended, or killed; after step 8 of 8" in shown) is (kind == "chain")  # in the diary
+    assert ("not ended, after step 8 of 8" in shown) is (kind == "chain")  # in the diary
     if kind == "none":
         assert "No step is done yet." in shown
     if kind == "no finite number":

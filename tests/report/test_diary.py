@@ -39,11 +39,11 @@ def chain(tmp_path: Path) -> Path:
 def test_a_stage_says_how_it_began_what_changed_and_why_it_ended(chain: Path) -> None:
     first, second = (dict(rows) for rows in rows_of(chain))
     assert first["began"] == "from the model"
-    assert first["ended"] == "its steps were done; after step 12 of 40"
+    assert first["ended"] == "done, after step 12 of 40"
     assert first["picked"] == "run2 began from run1, step 10"
     assert second["began"] == "from run1, step 10"
     assert second["changed"] == "trainer.grpo.samples_per_prompt: 16 → 32"
-    assert second["ended"] == "failed after step 30 of 40: no memory"
+    assert second["ended"] == "failed, after step 30 of 40: no memory"
     assert second["hard reset"] == "after step 6: at_steps"
     assert second["validation"] == "0.250 at step 0, 0.300 at step 30; best 0.500 at step 20 of 3 validations"
 

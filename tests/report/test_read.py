@@ -118,9 +118,9 @@ def test_a_last_line_that_is_being_written_says_nothing_and_a_broken_one_is_name
     path.write_text('{"step": 1, "kl": 1}\n{"step": 2\n[3]\n{"kl": 5}\n{"step": true}\n{"step": 4}\n')
     run = curve_of(folder).runs[0]
     assert [line["step"] for line in run.metrics] == [1, 4]
-    assert run.problems[0].startswith("metrics.jsonl:2: passed over")
+    assert run.problems[0].startswith("metrics.jsonl:2: skipped")
     assert "expected an object; got list" in run.problems[1]
-    assert run.problems[2] == "metrics.jsonl: 2 lines have no step and are passed over"
+    assert run.problems[2] == "metrics.jsonl: 2 lines have no step and are skipped"
 
 
 def test_steps_that_stand_twice_count_as_they_were_done_last(tmp_path: Path) -> None:
@@ -287,6 +287,20 @@ def test_a_failure_is_an_alarm_and_the_state_of_its_run(tmp_path: Path) -> None:
     with (folder / "journal.jsonl").open("a") as file:
         file.write(json.dumps({"event": "resume", "step": 5, "time": 1.78e9}) + "\n")
     assert tables.stage_rows(curve_of(folder))[0]["failed"] == ""
+
+
+def test_rates_of_errors_are_those_of_all_steps(tmp_path: Path) -> None:
+    lines: list[dict[str, Any]] = [
+        {"canaries/right/math": 8, "canaries/false_rejects/math": 0, "canaries/wrong/math": 4},
+        {"canaries/wrong/math": 4, "canaries/false_accepts/math": 2, "second/judged/math": 1e9},
+        {"canaries/wrong/code": 1, "canaries/false_accepts/code": 2},  # more errors than verdicts
+    ]
+    curve = with_metrics(tmp_path / "run", [{"step": step, **line} for step, line in enumerate(lines, 1)])
+    accepts, rejects = tables.rates(curve, "canaries", {"right": "false_rejects", "wrong": "false_accepts"})
+    assert (accepts["task"], accepts["kind"], accepts["judged"], accepts["errors"]) == ("math", "false accepts", 8, 2)
+    assert accepts["low"] < 2 / 8 < accepts["high"]
+    assert (rejects["kind"], rejects["judged"], rejects["errors"], rejects["low"]) == ("false rejects", 8, 0, 0.0)
+    assert [row["judged"] for row in tables.rates(curve, "second", {"judged": "disagreed"})] == [10**6]
 
 
 # --- samples ---------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from nemo_prorl.data.render import PromptRenderer
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.evaluation.catalogue import Sampling, catalogue
 from nemo_prorl.evaluation.sampling import BenchmarkWork, Work, plan
-from nemo_prorl.evaluation.sources import Endpoint, LocalEngines
+from nemo_prorl.evaluation.sources import LocalEngines, ServedModel
 from nemo_prorl.evaluation.store import Store
 from nemo_prorl.lifecycle.records import write_rollouts
 from nemo_prorl.rewards.client import RewardClient
@@ -213,14 +213,12 @@ def test_a_warm_up_teaches_what_verifiers_accept(renderer: PromptRenderer) -> No
 
 def replies(prompt: Any, choice: Mapping[str, Any], **options: bool) -> str:
     """The text that is judged, of a server's answer to a prompt."""
-    endpoint = Endpoint("http://x/v1", "tiny", None, 1, 1.0, **options)
+    endpoint = ServedModel("http://x/v1", "tiny", None, 1, 1.0, **options)
 
-    async def once(body: dict[str, Any], deadline: Deadline) -> Any:
-        from nemo_prorl.evaluation.sources import _reply_of
+    async def post(path: str, body: Mapping[str, Any], deadline: Deadline, read: Callable[[Any], Any]) -> Any:
+        return read({"choices": [choice]})
 
-        return _reply_of({"choices": [choice]}, "messages" in body)
-
-    endpoint._once = once  # type: ignore[method-assign]
+    endpoint._server.post = post  # type: ignore[method-assign]
     texts: list[str] = []
     record = {"id": "a", "prompt": prompt}
     asyncio.run(endpoint.generate(record, Sampling(max_response=8), [1], lambda _, reply: texts.append(reply.text)))
@@ -249,6 +247,6 @@ def test_what_was_said_of_an_address_is_in_its_manifest() -> None:
     from nemo_prorl.evaluation.models import on_server
 
     opens, plain = (on_server("http://x/v1", "tiny", opens) for opens in (True, False))
-    assert json.loads(json.dumps(opens.to_json()))["opens_thought"] is True
-    assert "opens_thought" not in plain.to_json()
-    assert opens.sha256 != plain.sha256
+    assert json.loads(json.dumps(opens.about))["opens_thought"] is True
+    assert "opens_thought" not in plain.about
+    assert opens.about["sha256"] != plain.about["sha256"]

@@ -150,8 +150,8 @@ def test_a_disagreement_is_counted_and_shown_and_changes_nothing(
     rows = {row["task"]: row for row in shown["rows"]}
     for task, row in rows.items():
         assert row["judged"] == sum(batch.second.get(f"judged/{task}", 0) for batch in batches)
-        assert row["low"] <= row["disagreed"] / row["judged"] <= row["high"]
-    assert sum(row["disagreed"] for row in rows.values()) >= len(found)
+        assert row["low"] <= row["errors"] / row["judged"] <= row["high"]
+    assert sum(row["errors"] for row in rows.values()) >= len(found)
 
 
 @pytest.mark.starts

@@ -5,7 +5,6 @@ ones are requested.  A changed model or prompt changes all hashes, so all judgem
 """
 
 import asyncio
-import contextlib
 import hashlib
 import json
 import logging
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
 from nemo_prorl.data.prepare.drafts import Draft
+from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import ConfigError, DataError, DeadlineExceeded
 
 _log = logging.getLogger(__name__)
@@ -51,7 +51,6 @@ _MOST_CHARS = 8000  # of each text: the end, where the answer is.  A longer one 
 _LINE = re.compile(r"^[\s*]*(FIRST|SECOND|VERDICT)[\s*]*:[ \t*]*(.*?)[\s*]*$", re.MULTILINE)
 _WRAPPED = re.compile(r"\$+([^$]+)\$+\.?|\\\((.*?)\\\)|\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", re.DOTALL)
 _LOG_EVERY_S = 30.0
-_BACKOFF_S = (0.5, 20.0)  # seconds: first and longest wait before a retry
 
 
 @dataclass(frozen=True)
@@ -180,68 +179,51 @@ def request_judgements(missing: Mapping[str, dict[str, Any]], options: JudgeOpti
 
 
 async def _ask_all(missing: Mapping[str, dict[str, Any]], options: JudgeOptions, cache: Cache) -> None:
-    import aiohttp
+    from nemo_prorl.openai_client import OpenAIClient
 
     todo, done, logged_at = list(missing.items())[::-1], 0, time.monotonic()
-    headers = {"Authorization": f"Bearer {key}"} if (key := os.environ.get(KEY_VARIABLE)) else {}
+    server = OpenAIClient(options.url, os.environ.get(KEY_VARIABLE))
 
-    async def work(session: aiohttp.ClientSession) -> None:
+    async def work() -> None:
         nonlocal done, logged_at
         while todo:
             key, request = todo.pop()
-            reply, usage = await _ask(session, request, options)
+            reply, usage = await _ask(server, request, options)
             cache.add(key, replace(judgement_in(reply), **usage), reply)
             done += 1
             if time.monotonic() - logged_at >= _LOG_EVERY_S:
                 logged_at = time.monotonic()
                 _log.info("received %d of %d verdicts", done, len(missing))
 
-    timeout = aiohttp.ClientTimeout(total=options.deadline_s)
-    async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
-        tasks = [asyncio.create_task(work(session)) for _ in range(min(options.workers, len(missing)))]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.gather(*tasks, return_exceptions=True)
+    try:
+        async with asyncio.TaskGroup() as workers:
+            for _ in range(min(options.workers, len(missing))):
+                workers.create_task(work())
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    finally:
+        await server.close()
 
 
-async def _ask(session: Any, request: dict[str, Any], options: JudgeOptions) -> tuple[str, dict[str, Any]]:
-    """Return the text of one reply and the tokens that the server counted.
+async def _ask(server: Any, request: dict[str, Any], options: JudgeOptions) -> tuple[str, dict[str, Any]]:
+    """Return the text of one reply and the tokens that the server counted."""
+    from nemo_prorl.openai_client import RequestRefused
 
-    A busy server, a broken connection and an invalid reply are retried until the deadline.
-    """
-    import aiohttp
+    def read(reply: Any) -> tuple[str, dict[str, Any]]:
+        return str(reply["choices"][0]["message"]["content"] or ""), _usage(reply)
 
-    url = f"{options.url.rstrip('/')}/chat/completions"
-    until, wait, fault = time.monotonic() + options.deadline_s, _BACKOFF_S[0], "no answer"
-    while (left := until - time.monotonic()) > 0:
-        try:
-            async with asyncio.timeout(left), session.post(url, json=request) as response:
-                body = await response.text()
-                if response.status == 200:
-                    reply = json.loads(body)
-                    return str(reply["choices"][0]["message"]["content"] or ""), _usage(reply)
-                fault = f"status {response.status}: {' '.join(body.split())[:200]}"
-                if 400 <= response.status < 500 and response.status not in (408, 409, 425, 429):
-                    raise ConfigError(
-                        f"--judge-url {options.url}: the server refused --judge-model {options.model!r} with {fault}.  "
-                        f"Fix: check --judge-url and --judge-model; put an API key into {KEY_VARIABLE}"
-                    )
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            fault = str(error) or type(error).__name__
-        except (ValueError, LookupError, TypeError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            fault = f"its reply is not a chat completion ({type(error).__name__}: {error})"
-        await asyncio.sleep(min(wait, max(0.0, until - time.monotonic())))
-        wait = min(2 * wait, _BACKOFF_S[1])
-    raise DeadlineExceeded(
-        f"the judge at {options.url} gave no verdict in {options.deadline_s:g} s (--judge-deadline-s), last: {fault}.  "
-        "Its verdicts so far are kept.  Fix: run the same command again to continue"
-    )
+    deadline = Deadline(options.deadline_s, f"a verdict of the judge at {options.url} (--judge-deadline-s)")
+    try:
+        return await server.post("/chat/completions", request, deadline, read)
+    except RequestRefused as error:
+        raise ConfigError(
+            f"--judge-url {options.url}: the server refused --judge-model {options.model!r}: {error}.  "
+            f"Fix: check --judge-url and --judge-model; put an API key into {KEY_VARIABLE}"
+        ) from None
+    except DeadlineExceeded as error:
+        raise DeadlineExceeded(
+            f"{error}.  The verdicts so far are kept.  Fix: run the same command again to continue"
+        ) from None
 
 
 def _usage(reply: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ const withError = (value, error) => (value === null ? "–" : `${value.toFixed(3
 function outcomeNodes({ outcome, forecast, metrics, steps, stages }) {
   const { scores, words, note, updated } = outcome;
   const nodes = stages.filter((stage) => stage.failed).map((stage) => el("p", { class: "alarm" }, "The run ", stages.length > 1 ? visible(`${stage.name} `) : "", visible(`failed ${stage.failed}`)));
-  if (steps && !updated) nodes.push(el("p", { class: "alarm" }, "No update was made: in no step did responses to one prompt get different rewards."));
+  if (steps && !updated) nodes.push(el("p", { class: "alarm" }, "No update was made: the responses of every group had equal rewards, so no step had a gradient."));
   if (!scores.length) {
     const reward = metrics["reward/all"]?.stats;
     if (reward?.count) nodes.push(el("p", { class: "big" }, `${reward.first.toFixed(3)} → ${reward.last.toFixed(3)}`), el("p", {}, "Reward in training, first and last step."));

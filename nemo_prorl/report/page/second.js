@@ -1,7 +1,7 @@
 // Second verdicts: how often they differ from those of training, and the responses on which they do.
 function secondNodes({ rows, items }) {
   const heads = ["task", ...["disagreements", "second verdicts", "rate", "95 % interval"].map(numeric)];
-  const cells = rows.map(({ task, judged, disagreed, low, high }) => [{ text: task, head: true }, numeric(disagreed), numeric(judged), numeric(percent(disagreed / judged, 2)), numeric(`${percent(low, 2)} to ${percent(high, 2)}`)]);
+  const cells = rows.map(({ task, judged, errors: disagreed, low, high }) => [{ text: task, head: true }, numeric(disagreed), numeric(judged), numeric(percent(disagreed / judged, 2)), numeric(`${percent(low, 2)} to ${percent(high, 2)}`)]);
   return [table("A sample of the responses, judged again", heads, cells), ...items.map(disagreement)];
 }
 

@@ -495,6 +495,21 @@ class Config:
     launch: LaunchConfig = key(LaunchConfig, "start of the processes", may_change=True)
 
 
+def num_ranks(cfg: Any) -> int:
+    """Return the number of trainer ranks on all nodes.  `cfg`: a `Config`, or a DictConfig with its keys."""
+    return int(cfg.trainer.num_nodes * cfg.trainer.devices)
+
+
+def num_data_ranks(cfg: Any) -> int:
+    """Return the number of data-parallel ranks; a model's tensor- and pipeline-parallel ranks count once."""
+    return num_ranks(cfg) // int(cfg.model["tensor_model_parallel_size"] * cfg.model["pipeline_model_parallel_size"])
+
+
+def responses_per_step(cfg: Any) -> int:
+    """Return the number of responses that a step trains on."""
+    return int(cfg.trainer.grpo.prompts_per_step * cfg.trainer.grpo.samples_per_prompt)
+
+
 class ConfigKey(NamedTuple):
     """A key of the schema, as `all_keys` yields it."""
 

@@ -15,7 +15,7 @@ import importlib.resources
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -432,7 +432,7 @@ def leaves(tree: Any, prefix: str = "", into_lists: bool = True) -> Iterator[tup
         into_lists: descend into lists of mappings too, with the index as part of the key; False: such a list is a leaf.
     """
     branches: Iterable[tuple[Any, Any]] = ()
-    if isinstance(tree, dict):
+    if isinstance(tree, Mapping):
         branches = tree.items()
     elif into_lists and isinstance(tree, list) and any(isinstance(item, dict) for item in tree):
         branches = enumerate(tree)

@@ -85,8 +85,10 @@ class TrainerState:
         }
 
     def load_state_dict(self, state: ProgressState) -> None:
-        self.step, self.without_signal, unfinished = state["step"], state["without_signal"], state["unfinished"]
+        self.step = state["step"]
+        self.without_signal = state["without_signal"]
         self.signal_lost = state.get("signal_lost", 0)  # absent in checkpoints of earlier commits
+        unfinished = state["unfinished"]
         self.unfinished = Metrics.from_json(unfinished) if unfinished is not None else None
 
 
@@ -259,9 +261,15 @@ class Trainer:
     def before_updates(self, metrics: Metrics) -> GRPOConfig:
         """Set the step's learning rate; return the loss settings with the step's entropy coefficient."""
         optim, grpo, resets = self.cfg.model["optim"], self.cfg.trainer.grpo, self.cfg.trainer.resets
-        base, sched = float(optim["lr"]), SchedKeys(**optim.get("sched", {}))
-        done, emptied = self.resets.steps, self.resets.emptied
-        lr = learning_rate(base, sched, resets, metrics.step, grpo.max_steps, done, emptied)
+        lr = learning_rate(
+            base=float(optim["lr"]),
+            sched=SchedKeys(**optim.get("sched", {})),
+            resets=resets,
+            step=metrics.step,
+            steps=grpo.max_steps,
+            done=self.resets.steps,
+            emptied=self.resets.emptied,
+        )
         self.policy.set_learning_rate(lr)
         metrics.put("policy/lr", lr)
         if not grpo.adaptive_entropy.enabled:
@@ -356,14 +364,14 @@ def policy_loss(
     """
     loss, sums = grpo_loss(
         logp_BT,
-        micro.old_logp_BT,
-        micro.ref_logp_BT,
-        micro.advantage_B,
-        micro.mask_BT,
-        micro.weight_BT,
-        denominator,
-        config,
-        entropy_BT,
+        old_logp_BT=micro.old_logp_BT,
+        ref_logp_BT=micro.ref_logp_BT,
+        advantage_B=micro.advantage_B,
+        mask_BT=micro.mask_BT,
+        weight_BT=micro.weight_BT,
+        denominator=denominator,
+        config=config,
+        entropy_BT=entropy_BT,
     )
     diagnostics = policy_diagnostics(logp_BT, micro.old_logp_BT, micro.advantage_B, micro.mask_BT, config)
     return loss, {**diagnostics, **sums}

@@ -8,20 +8,12 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, TypedDict
 
 import nemo_prorl
 from nemo_prorl.config import Config
 from nemo_prorl.files import read_objects, write_json
-from nemo_prorl.lifecycle.journal_events import (
-    AlarmFields,
-    AnswerFields,
-    HeldOutScores,
-    ReasonFields,
-    Reset,
-    ResetFields,
-    StartFields,
-)
+from nemo_prorl.lifecycle.journal_events import HeldOutScores, Reset
 from nemo_prorl.lifecycle.summary import summary
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.schema import Amount, Count
@@ -202,32 +194,16 @@ class Journal:
     """
 
     def __init__(self, run_dir: Path, writes: bool = True) -> None:
-        self.path, self._writes = run_dir / "journal.jsonl", writes
+        self.path = run_dir / "journal.jsonl"
+        self._writes = writes
 
-    @overload
-    def append(self, event: Literal["start", "resume"], step: int, **fields: Unpack[StartFields]) -> None: ...
-    @overload
-    def append(self, event: Literal["validation"], step: int, **fields: Unpack[HeldOutScores]) -> None: ...
-    @overload
-    def append(
-        self, event: Literal["reset_intent", "stop", "failure"], step: int, **fields: Unpack[ReasonFields]
-    ) -> None: ...
-    @overload
-    def append(self, event: Literal["reset_commit"], step: int, **fields: Unpack[ResetFields]) -> None: ...
-    @overload
-    def append(self, event: Literal["alarm"], step: int, **fields: Unpack[AlarmFields]) -> None: ...
-    @overload
-    def append(self, event: Literal["control"], step: int, **fields: Unpack[AnswerFields]) -> None: ...
-    @overload
-    def append(self, event: Literal["finish"], step: int) -> None: ...
     def append(self, event: str, step: int, **fields: Any) -> None:
-        if not self._writes:
-            return
-        line = json.dumps({"event": event, "step": step, "time": time.time(), **fields})
-        with self.path.open("a") as f:
-            f.write(line + "\n")
-            f.flush()
-            os.fsync(f.fileno())
+        """Append an event with the fields of its class in `journal_events`."""
+        if self._writes:
+            with self.path.open("a") as file:
+                file.write(json.dumps({"event": event, "step": step, "time": time.time(), **fields}) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
 
     def events(self) -> list[dict[str, Any]]:
         """Return the events of all complete lines; leave out a last line that a kill cut short."""

@@ -238,7 +238,7 @@ def test_other_code_and_other_rewards_alarm_at_a_resume(tmp_path: Path, monkeypa
     run.cfg.trainer.grpo.max_steps = 3
     go(run, monkeypatch)
     assert [alarm.split(": ", 1)[1][:35] for alarm in run.alarms()] == [
-        "the code is not that which wrote th",
+        "this code differs from the code that wrote"[:35],
         f"{function} was changed"[:35],
     ]
 
@@ -408,14 +408,14 @@ def plain(value: Any) -> Any:
 
 def fields_of(trainer: Trainer) -> dict[str, Any]:
     """Return every field of every part, except configuration, handles to other parts, and NOT_SAVED."""
-    parts: dict[str, Any] = dict(trainer.checkpoints._parts)
-    parts["collector"] = trainer.rollouts.collector._part
+    parts: dict[str, Any] = dict(trainer.checkpoints.parts)
+    parts["collector"] = trainer.rollouts.collector._made[0]
     for name, part in list(parts.items()):
         if isinstance(part, LeaderState):
-            parts["blend" if name == "prompts" else name] = part._part._part
+            parts["blend" if name == "prompts" else name] = part.part._made[0]
     found: dict[str, Any] = {
         "canaries": plain(trainer.rollouts._canaries),
-        "history": plain(trainer.resets._history._part),
+        "history": plain(trainer.resets.history._made[0]),
     }
     for name, part in parts.items():
         if not isinstance(part, LeaderState):

@@ -342,7 +342,7 @@ def advantages(groups: JudgedGroups, cfg: GRPOConfig, metrics: Metrics) -> Tenso
     """
     longest_GN = groups.longest_GN(cfg.context_tokens, cfg.max_response_tokens)
     reward_GN, changes = shaped_rewards(
-        groups.reward_GN, groups.ended_GN, groups.length_GN, longest_GN, cfg, metrics.step
+        groups.reward_GN, groups.ended_GN, groups.length_GN, longest_GN, config=cfg, step=metrics.step
     )
     advantage_GN = group_advantages(reward_GN, groups.valid_GN, cfg.advantage)
     if bool(groups.valid_GN.any()):

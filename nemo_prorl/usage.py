@@ -103,7 +103,7 @@ def growth(points: Sequence[tuple[float, float]], confidence: float = 0.95) -> t
     blocks = [_slope(points[round(k * size) : round((k + 1) * size)]) for k in range(_BLOCKS)]
     if slope is None or None in blocks:
         return slope or 0.0, -math.inf, math.inf
-    slopes = [found for found in blocks if found is not None]
+    slopes = [block for block in blocks if block is not None]
     margin = _students_t(confidence) * stdev(slopes) / math.sqrt(_BLOCKS)
     return slope, min(slope, mean(slopes) - margin), max(slope, mean(slopes) + margin)
 
@@ -141,18 +141,16 @@ class GrowthWatch:
         """
         self.seconds.append(seconds)
         for node in nodes:
-            host, counted = node["host"], self._counted(node)
+            host, processes = node["host"], node["processes"]
+            counted = {
+                k: process for k, process in processes.items() if not (self.recycles and k.startswith("engine-"))
+            }
             if (pids := {process["pid"] for process in counted.values()}) != self.pids.get(host):
                 self.pids[host], self.memory[host] = pids, deque(maxlen=_KEPT)
             sizes = {name: process["proportional_bytes"] for name, process in counted.items()}
             self.memory[host].append((step, sizes, node["free_bytes"]))
             if step % _EVERY == 0 and (text := self._finding(host, max_steps - step)):
                 yield text
-
-    def _counted(self, node: NodeUsage) -> dict[str, ProcessUsage]:
-        """Return the processes whose growth counts."""
-        processes = node["processes"]
-        return {name: processes[name] for name in processes if not (self.recycles and name.startswith("engine-"))}
 
     def _finding(self, host: str, steps_left: int) -> str | None:
         whole = list(self.memory[host])

@@ -24,7 +24,6 @@ from typing import Any
 
 from nemo_prorl.config import ResetRulesConfig
 
-ASKING = ("validation_drop", "plateau", "kl_spike")  # rules that may ask for a reset
 ADVISING = ("truncation", "length", "entropy", "kl_high")
 LEAST_DIFFERENCES = 12  # with fewer differences, their scatter is not used
 LEAST_BASELINE = 4  # evaluations
@@ -228,7 +227,9 @@ def _drop(
     what = (
         f"{name} fell by {seen:.3g}, from {best:.3g} to {best - seen:.3g} over {width} evaluations (> {threshold:.3g})"
     )
-    return Finding("validation_drop", history.step, name, seen, threshold, "validation_drop" in rules.asks, what)
+    return Finding(
+        "validation_drop", history.step, name, seen, threshold, asks="validation_drop" in rules.asks, what=what
+    )
 
 
 def _plateau(history: History, rules: ResetRulesConfig, since: int) -> list[Finding]:
@@ -258,7 +259,7 @@ def _plateau(history: History, rules: ResetRulesConfig, since: int) -> list[Find
                     f" (< {rules.plateau_gain:g}), by the last {length} steps"
                 )
                 asks = "plateau" in rules.asks
-                return [Finding("plateau", history.step, "blend", seen, rules.plateau_gain, asks, what)]
+                return [Finding("plateau", history.step, "blend", seen, rules.plateau_gain, asks=asks, what=what)]
         length *= 2
     return []
 
@@ -284,7 +285,7 @@ def _kl_spike(history: History, rules: ResetRulesConfig) -> list[Finding]:
         return []
     what = f"KL rose to {high:.3g}, {high / usual:.3g} times the {usual:.3g} of the {len(before)} steps before"
     what += f" (> {threshold:.3g})"
-    return [Finding("kl_spike", history.step, "kl", high / usual, threshold, "kl_spike" in rules.asks, what)]
+    return [Finding("kl_spike", history.step, "kl", high / usual, threshold, asks="kl_spike" in rules.asks, what=what)]
 
 
 def _advice(history: History, rules: ResetRulesConfig) -> list[Finding]:
@@ -296,7 +297,7 @@ def _advice(history: History, rules: ResetRulesConfig) -> list[Finding]:
     found = []
 
     def tell(rule: str, key: str, seen: float, threshold: float, what: str) -> None:
-        found.append(Finding(rule, history.step, key, seen, threshold, False, what))
+        found.append(Finding(rule, history.step, key, seen, threshold, asks=False, what=what))
 
     for key, blocks in history.blocks.items():
         if len(history.open_block[key]) != BLOCK_STEPS:

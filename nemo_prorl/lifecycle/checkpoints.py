@@ -116,12 +116,14 @@ class Checkpoints:
         self.saved = self._key(state["step"])
         self.records.event("resume", state["step"], stage=self.cfg.stage, version=__version__)
         if state["code"] != code_sha256():
-            text = "this code differs from the code that wrote the checkpoint; results may differ"
-            self.records.alarm(state["step"], text)
+            self.records.alarm(
+                state["step"], "this code differs from the code that wrote the checkpoint; results may differ"
+            )
         for file, digest in state.get("functions", {}).items():
             if self.functions.get(file, digest) != digest:
-                text = f"{file} was changed after the checkpoint: later rewards follow another rule"
-                self.records.alarm(state["step"], text)
+                self.records.alarm(
+                    state["step"], f"{file} was changed after the checkpoint: later rewards follow another rule"
+                )
 
     def tell_damaged(self, step: int) -> None:
         """Alarm for each checkpoint of a step after `step` that was set aside: the run computes its steps again."""
@@ -184,7 +186,7 @@ class Checkpoints:
         needed = [best] if best is not None and self.cfg.trainer.resets.roll_back else []  # for a roll-back
         retain = partial(self._retain, policy_scores(self.validation.scores, done), needed)
         self.policy.save(retention.step_folder(self.folder, step), state, retain)
-        self.records.checkpoint_took(time.monotonic() - began)
+        self.records.checkpoint_s += time.monotonic() - began
 
     def _key(self, step: int) -> object:
         """Return (step, whether its line of metrics.jsonl is still to be written, number of hard resets).

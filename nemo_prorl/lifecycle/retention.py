@@ -99,18 +99,18 @@ def to_remove(
         needed: steps to keep for a possible roll-back.
     """
     by_step = sorted(saved, key=lambda s: s.step, reverse=True)
-    scored = [(s.score, s.step, s) for s in by_step if s.score is not None]
-    ranking = [s for _, _, s in sorted(scored, key=lambda x: x[:2], reverse=True)]
+    scored = [s for s in by_step if s.score is not None]
+    ranking = sorted(scored, key=lambda s: (s.score, s.step), reverse=True)
     wanted = [*by_step[:1], *(s for s in by_step if s.step in needed), *ranking[:best], *by_step[:newest]]
     kept: dict[int, Saved] = {}
     total = 0
-    for one in wanted:
-        if one.step in kept:
+    for checkpoint in wanted:
+        if checkpoint.step in kept:
             continue
-        total += one.bytes
+        total += checkpoint.bytes
         if kept and budget is not None and total > budget:
             break
-        kept[one.step] = one
+        kept[checkpoint.step] = checkpoint
     return sorted(s.step for s in saved if s.step not in kept)
 
 

@@ -40,7 +40,7 @@ def allocations(m: "Memory") -> list[Allocation]:
         Allocation("pieces of whole weights", m.gathered, pieces),
         Allocation("engine's weights", m.engine_weights, engine),
         Allocation("engine's work", m.engine_work, engine),
-        Allocation("KV cache", m.kv_sequence if m.kv_configured is None else m.kv_configured, cache),
+        Allocation("KV cache", m.kv_planned, cache),
         Allocation("reserve", m.reserve, PHASES),
     ]
     return [allocation for allocation in found if allocation.bytes and allocation.phases]

@@ -50,7 +50,7 @@ class ImportedState(TypedDict):
     imported_from: str
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class LeaderState:
     """A `Stateful` on every rank for a part that exists on rank 0 only, such as the data blend.
 
@@ -70,7 +70,7 @@ class LeaderState:
         self.part.call(lambda part: part.carry(state))
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Checkpoints:
     """The checkpoints of a run, RUN/checkpoints/step-NNNNNN."""
 

@@ -235,7 +235,7 @@ def reset_reason(requests: Sequence[Request], reason: str | None) -> str | None:
     return "; ".join([*([reason] if reason else []), *named]) or None
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Control:
     """Serves the requests that users send to the run with `prorl control`, on all ranks alike.
 

@@ -42,7 +42,7 @@ class RecordsState(TypedDict):
     """seconds that training waited for checkpoints"""
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Records:
     """The metrics, journal and summary of a run.  Each rank has this object; only rank 0 writes.
 

@@ -46,7 +46,7 @@ class ResetsState(TypedDict):
     """findings of the rules for hard resets"""
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Resets:
     """Decides on hard resets and makes them; each checkpoint contains its state.
 

@@ -31,7 +31,7 @@ _BEGIN_S, _END_S = 2.0, 10.0  # seconds for a service to accept the request; sec
 _PATHS = {"engine": "/trace", "rewards": "/v1/trace"}
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class StepTraces:
     """The timelines of a run, one object per rank."""
 

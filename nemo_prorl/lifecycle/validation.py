@@ -43,7 +43,7 @@ class HeldOut:
         return heldout_scores(self.names, self.collector.sample(self.draws, *sampling, step))
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Validation:
     """The validations of a run; each checkpoint contains the scores.
 

@@ -62,7 +62,7 @@ def _where(frame: FrameType | None) -> str:
     return "" if frame is None else f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Watchdog:
     """One object per rank.  It is not saved: after a resume it waits for three steps, validations and so on again."""
 

@@ -42,7 +42,7 @@ def trained(run: SmallRun, monkeypatch: pytest.MonkeyPatch, scores: dict[int, fl
                 found["all"]["mean"] = scores.get(trainer.progress.step, 0.1)
             return found
 
-    monkeypatch.setattr(trainer.validation, "_heldout", Heldout)
+    monkeypatch.setattr(trainer.validation, "heldout", Heldout)
     try:
         trainer.train()
         trainer.finish()

@@ -344,7 +344,8 @@ def test_an_engine_that_grows_too_large_is_restarted_and_no_alarm_when_it_does_n
     def prepare(trainer: Trainer) -> None:
         process = {"pid": 7, "proportional_bytes": 2e9}
         monkeypatch.setattr("nemo_prorl.usage.newest", lambda folder: [{"processes": {"engine-0": process}}])
-        (tmp_path / "endpoints" / "engine-0.json").write_text(json.dumps({"pid": 7}))
+        endpoint = {"kind": "engine", "url": "http://localhost:1", "pid": 7, "state": "ready"}
+        (tmp_path / "endpoints" / "engine-0.json").write_text(json.dumps(endpoint))
         run.engines.wake_failures = {"engine-0": "it ended", "engine-1": "out of memory"}
 
     go(run, monkeypatch, prepare)

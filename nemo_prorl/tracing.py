@@ -176,14 +176,14 @@ def lanes(spans: Sequence[tuple[float, float]]) -> list[int]:
     """Return a lane number for each span, so that spans of a lane do not overlap; `spans` must be sorted by begin."""
     free: list[int] = []
     busy: list[tuple[float, int]] = []
-    found = []
+    numbers = []
     for begin, end in spans:
         while busy and busy[0][0] <= begin:
             heapq.heappush(free, heapq.heappop(busy)[1])
         lane = heapq.heappop(free) if free else len(busy)
         heapq.heappush(busy, (end, lane))
-        found.append(lane)
-    return found
+        numbers.append(lane)
+    return numbers
 
 
 def timeline(

@@ -179,7 +179,7 @@ class Trainer:
             self.checkpoints.save(metrics.step, wait=True)
             raise StoppedCleanly(
                 f"stopped after step {metrics.step}: {steps} steps in a row made no update"
-                f" (trainer.grpo.max_steps_without_signal={most}): {self.leader.call(lambda: self._why(metrics))}"
+                f" (trainer.grpo.max_steps_without_signal={most}): {self.leader.call(lambda: self._diagnosis(metrics))}"
             )
 
     def _note_no_signal(self, metrics: Metrics) -> None:
@@ -189,10 +189,10 @@ class Trainer:
         progress.signal_lost += progress.without_signal == 1
         if progress.without_signal == 1 and progress.signal_lost.bit_count() == 1:
             often = f" ({progress.signal_lost} times so far)" if progress.signal_lost > 1 else ""
-            why = self.leader.call(lambda: self._why(metrics))
-            self.records.alarm(metrics.step, f"no group carries a signal{often}: {why}")
+            text = self.leader.call(lambda: self._diagnosis(metrics))
+            self.records.alarm(metrics.step, f"no group carries a signal{often}: {text}")
 
-    def _why(self, metrics: Metrics) -> str:
+    def _diagnosis(self, metrics: Metrics) -> str:
         return diagnosis(metrics, self.records.lines(), self.records.stored_responses(metrics.step))
 
     def finish(self) -> None:

@@ -65,13 +65,13 @@ def totals(nodes: Sequence[NodeUsage]) -> dict[str, float]:
     """Return the metrics `system/*` of a step, without the prefix; empty without a sample.  GB are 10^9 bytes."""
     if not nodes:
         return {}
-    found = {
+    metrics = {
         "free_gb": min(node["free_bytes"] for node in nodes) / 1e9,
         "shm_gb": max(node["shm_bytes"] for node in nodes) / 1e9,
     }
     for node in nodes:
         if (size := node["run_dir_bytes"]) is not None:
-            found["run_dir_gb"] = size / 1e9
+            metrics["run_dir_gb"] = size / 1e9
         for name, process in node["processes"].items():
             values = {
                 f"{_KINDS[name.rpartition('-')[0]]}_gb": process["proportional_bytes"] / 1e9,
@@ -79,8 +79,8 @@ def totals(nodes: Sequence[NodeUsage]) -> dict[str, float]:
                 "threads": process["threads"],
             }
             for key, value in values.items():
-                found[key] = max(found.get(key, 0.0), float(value))
-    return found
+                metrics[key] = max(metrics.get(key, 0.0), float(value))
+    return metrics
 
 
 def growth(points: Sequence[tuple[float, float]], confidence: float = 0.95) -> tuple[float, float, float]:

@@ -110,11 +110,11 @@ def policy_scores(scores: Mapping[Any, Mapping[str, Any]], resets: Iterable[Mapp
 
     If the reset after a step went back to an earlier step, the later step has the earlier step's score.
     """
-    found = {int(step): float(score["all"]["mean"]) for step, score in scores.items()}
+    by_step = {int(step): float(score["all"]["mean"]) for step, score in scores.items()}
     for reset in resets:
         if (back_to := reset.get("rolled_back_to")) is not None:
-            found[reset["step"]] = found[back_to]
-    return found
+            by_step[reset["step"]] = by_step[back_to]
+    return by_step
 
 
 def best_policy(
@@ -124,11 +124,11 @@ def best_policy(
 
     None if no such step has a score.  `steps`: consider these steps only; None: all.
     """
-    found = policy_scores(scores, resets)
+    by_step = policy_scores(scores, resets)
     if steps is not None:
-        found = {step: found[step] for step in steps if step in found}
+        by_step = {step: by_step[step] for step in steps if step in by_step}
     since = max((reset["step"] for reset in resets), default=0)
-    return max((step for step in found if step >= since), key=lambda step: (found[step], step), default=None)
+    return max((step for step in by_step if step >= since), key=lambda step: (by_step[step], step), default=None)
 
 
 def decide(history: History, rules: ResetRulesConfig) -> list[Finding]:
@@ -150,7 +150,7 @@ def _silent(finding: Finding, history: History, rules: ResetRulesConfig) -> bool
     pause = rules.cooldown_steps
     if finding.rule == "plateau":
         pause = max(pause, rules.plateau_steps)
-    elif finding.rule in ADVISING:  # a state that lasts is told at twice, four times, eight times its first step
+    elif finding.rule in ADVISING:  # a lasting state is reported at twice, four times, eight times its first step
         pause = max(pause, told - (history.began or 0 if history.last_reset is None else history.last_reset))
     return history.step - told < pause
 

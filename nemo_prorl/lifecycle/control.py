@@ -183,23 +183,23 @@ class Requests:
 
         Remove the files of requests that were answered before.
         """
-        found: list[Request] = []
+        requests: list[Request] = []
         try:
             names = sorted(name for name in os.listdir(self.folder) if name.endswith(".json") and name[0] != ".")
         except OSError as error:  # a shared disk may fail for a moment; the next step tries again
             _log.warning("%s cannot be read: %s", self.folder, error)
-            return found
+            return requests
         for name in names:
             if name[:-5] in self._answered:
                 self._remove(self.folder / name)
                 continue
             try:
-                found.append(Request.parse(_content(self.folder / name), name))
+                requests.append(Request.parse(_content(self.folder / name), name))
             except FileNotFoundError:
                 continue  # the sender deleted it
             except (ValueError, OSError) as error:
                 self._put_aside(step, name, error)
-        return sorted(found, key=lambda request: (request.time, request.id))
+        return sorted(requests, key=lambda request: (request.time, request.id))
 
     def _put_aside(self, step: int, name: str, error: Exception) -> None:
         bad = self.folder / "bad"

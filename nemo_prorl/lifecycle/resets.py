@@ -10,7 +10,7 @@ checkpoint, and `settle` adds `reset_commit`.
 """
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
@@ -149,8 +149,9 @@ class Resets:
 
     def settle(self, step: int) -> None:
         """Write `reset_commit` on a resume if the checkpoint contains the reset but the journal lacks this event."""
-        interrupted = interrupted_reset(self.records.events())
-        if self.done and interrupted == self.done[-1]["step"] == step:
+        resets = [event for event in self.records.events() if event["event"] in ("reset_intent", "reset_commit")]
+        interrupted = resets and resets[-1]["event"] == "reset_intent" and resets[-1]["step"] == step
+        if interrupted and self.steps[-1:] == [step]:
             self.records.event("reset_commit", **self.done[-1])
 
     # --- the check -------------------------------------------------------------------------------------------------
@@ -203,12 +204,3 @@ class Resets:
             history.note(by_step.get(step, []))
             if step in self.steps:
                 history.reset(step)
-
-
-def interrupted_reset(events: Iterable[Mapping[str, Any]]) -> int | None:
-    """Return the step of the journal's last hard reset if it was not committed; otherwise None."""
-    begun = None
-    for event in events:
-        if event["event"] in ("reset_intent", "reset_commit"):
-            begun = event["step"] if event["event"] == "reset_intent" else None
-    return begun

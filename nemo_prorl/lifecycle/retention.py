@@ -46,17 +46,7 @@ def step_of(folder: Path) -> int:
 
 def complete(checkpoints: Path) -> list[Path]:
     """Return the complete checkpoints of a run, oldest first."""
-    found = checkpoints.glob("step-*")
-    return sorted(p for p in found if p.suffix == "" and (p / "state.json").is_file())
-
-
-def check_format(folder: Path, state: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for a checkpoint whose state.json has another format than this code writes."""
-    if state.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{folder}/state.json: format={state.get('format')!r}: expected {FORMAT}. Fix: use the version of"
-            " nemo_prorl that wrote the checkpoint"
-        )
+    return sorted(p for p in checkpoints.glob("step-*") if p.suffix == "" and (p / "state.json").is_file())
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -70,7 +60,11 @@ def read_state(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder} is not a complete checkpoint: it has no state.json") from e
     except (OSError, ValueError) as e:
         raise DamagedCheckpoint(folder, f"{folder / 'state.json'} cannot be read: {json_fault(e)}") from e
-    check_format(folder, state)
+    if state.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{folder}/state.json: format={state.get('format')!r}: expected {FORMAT}. Fix: use the version of"
+            " nemo_prorl that wrote the checkpoint"
+        )
     return state
 
 

@@ -51,11 +51,11 @@ def origin(cfg: Config, run_dir: Path) -> Origin | None:
         return Origin(folder, run if (run / "config.yaml").is_file() else None, folder)
     key = f"chain.start_from={given}" if given is not None else f"stage={cfg.stage}"
     if not (folder / "config.yaml").is_file():
-        what = "is neither a run directory nor a checkpoint"
+        fault = "is neither a run directory nor a checkpoint"
         if given is None:
-            what = f"follows {chain.after}, and there is no run in {folder}"
+            fault = f"follows {chain.after}, and there is no run in {folder}"
         raise ConfigError(
-            f"{key}: {what}. Fix: train the previous stage first; or name its run directory or one of its checkpoints"
+            f"{key}: {fault}. Fix: train the previous stage first; or name its run directory or one of its checkpoints"
             " with chain.start_from=PATH; or begin with the initial model: chain.start_from=null chain.after=null"
         )
     checkpoints = complete(folder / "checkpoints")

@@ -41,7 +41,7 @@ RESERVE = sum(RESERVE_PARTS.values())
 # Bytes on a CPU: Python with NeMo, vLLM's two processes and the reward server before any weights, and memory that
 # malloc keeps; measured by benchmarks/half_billion.py.
 CPU_RESERVE = 5 * 10**9
-PUBLISHED_VERSIONS = 2  # versions of the weights in /dev/shm at a time (rollout.publication)
+PUBLISHED_VERSIONS = 2  # versions of the weights in /dev/shm at a time (rollout.weights)
 PIECE = 1 << 24  # elements that tensor or pipeline ranks exchange at a time, for tensors of the whole model
 # (layers, hidden size, ffn size): (rows of the embedding, model), used if no model folder is given.
 KNOWN_VOCABULARIES = {(28, 1536, 8960): (151_936, "DeepSeek-R1-Distill-Qwen-1.5B")}
@@ -360,7 +360,7 @@ def memory_of(cfg: DictConfig, vocab: int | None = None) -> Memory:
     fp8_weights = 2 * shape.layers // layout.pp * linear_weights(shape, layout.tp) * fp8
     resident = weights + gradients + optimizer
 
-    one = stage_activations(cfg, shape, layout, tokens)
+    activations = stage_activations(cfg, shape, layout, tokens)
     ends = 3 * tokens * shape.hidden * size  # input and output of the last norm, and the rows that predict tokens
     rows = grpo.prompts_per_step // grpo.updates_per_step * grpo.samples_per_prompt
     # A token budget allows at least one row per micro-batch.
@@ -371,7 +371,7 @@ def memory_of(cfg: DictConfig, vocab: int | None = None) -> Memory:
     widths = (3 if cfg.model.get("bias_activation_fusion") else 4) * shape.ffn // layout.tp
     passing = tokens * size * (4 * shape.hidden // (layout.tp if layout.sequence_parallel else 1) + widths)
     forward, backward = logits_bytes(cfg, shape, layout, tokens)
-    updates = max(one * in_flight + work, one + ends + max(backward, work))
+    updates = max(activations * in_flight + work, activations + ends + max(backward, work))
     cpu = cfg.trainer.accelerator == "cpu"
     swap = 0 if cpu else weights
     logprobs = max(forward + ends, passing)
@@ -387,7 +387,7 @@ def memory_of(cfg: DictConfig, vocab: int | None = None) -> Memory:
         optimizer=optimizer,
         fp8_weights=fp8_weights,
         reference_swap=swap,
-        activations=max(one * in_flight, one + ends),
+        activations=max(activations * in_flight, activations + ends),
         layer_work=work,
         logits_forward=forward,
         logits_backward=backward,
@@ -421,7 +421,7 @@ def _engine(cfg: DictConfig, shape: ModelShape) -> dict[str, Any]:
     """
     rollout, context = cfg.rollout, cfg.trainer.grpo.context_tokens
     tp, size = rollout.tensor_parallel_size, _SIZES.get(rollout.dtype, weight_bytes(cfg))
-    batch = max(rollout.max_batched_tokens, context)  # same value as rollout.server passes to vLLM
+    batch = max(rollout.max_batched_tokens, context)  # same value as rollout.engine.setup passes to vLLM
     work = batch * size * (4 * shape.hidden + 3 * shape.ffn // tp)
     head = max(size, FLOAT32) if cfg.trainer.grpo.float32_head else size
     work += rollout.max_num_seqs * shape.vocab * (head + 3 * FLOAT32)

@@ -32,7 +32,7 @@ def allocations(m: "Memory") -> list[Allocation]:
     engine = PHASES[1:] if m.engines_sleep or m.engines_apart else PHASES
     cache = tuple(phase for phase in engine if phase != LOADING)
     pieces = () if m.engines_apart else (SAVING, RESETTING)
-    found = [
+    parts = [
         Allocation("weights", m.weights, trainer),
         Allocation("gradients", m.gradients, trainer),
         Allocation("optimizer", m.optimizer, trainer),
@@ -43,7 +43,7 @@ def allocations(m: "Memory") -> list[Allocation]:
         Allocation("KV cache", m.kv_planned, cache),
         Allocation("reserve", m.reserve, PHASES),
     ]
-    return [allocation for allocation in found if allocation.bytes and allocation.phases]
+    return [allocation for allocation in parts if allocation.bytes and allocation.phases]
 
 
 def phase_bytes(m: "Memory") -> dict[str, int]:

@@ -292,7 +292,7 @@ class RolloutConfig:
     max_batched_tokens: int = key(4096, "tokens per engine step, at least context_tokens", least=1, may_change=True)
     kv_cache_mb: int | None = key(
         None,
-        "MiB of KV cache per engine rank; null: all that is left beside the trainer; CPU, evaluation: vLLM's default",
+        "MiB of KV cache per engine rank; null: all that the trainer leaves; CPU, evaluation: vLLM's default",
         least=1,
         may_change=True,
     )
@@ -397,7 +397,7 @@ class DataConfig:
 class ChainConfig:
     """Link of a stage to the previous stage (paper sec. 4.2)."""
 
-    after: str | None = key(None, "name of the previous stage, whose run directory is beside this run's")
+    after: str | None = key(None, "name of the previous stage; its run directory has the same parent folder")
     start_from: str | None = key(None, "run directory or checkpoint of the previous stage, if elsewhere")
     hard_reset: bool = key(True, "begin the stage with a hard reset")
     step_scale: float = key(1.0, "factor for the steps of all stages; set by the cluster group", above=0)

@@ -183,8 +183,16 @@ class Checkpoints:
         about = {"step": step, "stage": self.cfg.stage, "version": __version__, "code": code_sha256()}
         state = about | {"functions": self.functions} | {name: p.state_dict() for name, p in self.parts.items()}
         best, done = self.validation.best_step(self.resets.done), self.resets.done
-        needed = [best] if best is not None and self.cfg.trainer.resets.roll_back else []  # for a roll-back
-        retain = partial(self._retain, policy_scores(self.validation.scores, done), needed)
+        grpo, roll_back = self.cfg.trainer.grpo, self.cfg.trainer.resets.roll_back
+        retain = partial(
+            retention.retain,
+            self.folder,
+            policy_scores(self.validation.scores, done),
+            newest=grpo.keep_checkpoints,
+            best=grpo.keep_best,
+            budget=None if grpo.checkpoint_budget_gb is None else int(grpo.checkpoint_budget_gb * 1e9),
+            needed=[best] if best is not None and roll_back else [],
+        )
         self.policy.save(retention.step_folder(self.folder, step), state, retain)
         self.records.checkpoint_s += time.monotonic() - began
 
@@ -194,12 +202,6 @@ class Checkpoints:
         `save` writes a checkpoint only if this key differs from the key of the newest checkpoint.
         """
         return step, self.parts["trainer"].state_dict()["unfinished"] is not None, len(self.resets.done)
-
-    def _retain(self, scores: dict[int, float], needed: list[int]) -> None:
-        """Remove checkpoints by the limits in `trainer.grpo`, as `retention.to_remove` explains."""
-        grpo = self.cfg.trainer.grpo
-        budget = None if grpo.checkpoint_budget_gb is None else int(grpo.checkpoint_budget_gb * 1e9)
-        retention.retain(self.folder, scores, grpo.keep_checkpoints, grpo.keep_best, budget, needed=needed)
 
     def wait(self) -> None:
         """Wait until the last checkpoint is complete.  Raises CheckpointError if a write failed."""

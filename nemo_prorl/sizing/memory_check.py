@@ -51,7 +51,7 @@ def _subject(cfg: DictConfig, memory: Memory) -> str:
     kv_mb = "null" if cfg.rollout.kv_cache_mb is None else cfg.rollout.kv_cache_mb
     if memory.engines_apart:
         return f"rollout.kv_cache_mb={kv_mb} on an engine's own GPU (rollout.own_devices)"
-    return f"rollout.kv_cache_mb={kv_mb} beside the trainer's state, while engines generate"
+    return f"rollout.kv_cache_mb={kv_mb} in addition to the trainer's state, while engines generate"
 
 
 def _parts(memory: Memory) -> dict[str, int]:

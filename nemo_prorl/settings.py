@@ -454,7 +454,7 @@ def _same_kind(old: Any, new: Any) -> bool:
 
 
 def _kind(kind: Any, optional: bool) -> str:
-    """Return a type in words, such as "a whole number or null"."""
+    """Return a type as text, such as "a whole number or null"."""
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     if kind in names:
         name = names[kind]

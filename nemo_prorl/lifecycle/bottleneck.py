@@ -1,4 +1,4 @@
-"""The bottleneck of a step in words, from its line of metrics.jsonl."""
+"""The bottleneck of a step as text, from its line of metrics.jsonl."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -92,7 +92,7 @@ class Answer(_Line):
     what: RequestKind
     status: AnswerStatus
     detail: str
-    """result of the request, or the cause of the refusal, in words"""
+    """result of the request, or the cause of the refusal, as text"""
     user: str
     """user who sent the request"""
     host: str

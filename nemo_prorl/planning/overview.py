@@ -37,7 +37,7 @@ def plan(cfg: DictConfig, chain: Chain, lengths: str = "not checked") -> str:
     """Return four tables as text: the run, the stages of the recipe's chain, the sources of numbers, and memory.
 
     Args:
-        lengths: the lengths of the prompts, in words.
+        lengths: the lengths of the prompts, as text.
     """
     parts = (
         columns(run_rows(cfg, lengths).items()),
@@ -49,10 +49,10 @@ def plan(cfg: DictConfig, chain: Chain, lengths: str = "not checked") -> str:
 
 
 def run_rows(cfg: DictConfig, lengths: str = "not checked") -> dict[str, str]:
-    """Return {subject: settings in words} of a resolved configuration; `prorl plan --json` has the same keys.
+    """Return {subject: settings as text} of a resolved configuration; `prorl plan --json` has the same keys.
 
     Args:
-        lengths: the lengths of the prompts, in words.
+        lengths: the lengths of the prompts, as text.
     """
     trainer, grpo, model, rollout = cfg.trainer, cfg.trainer.grpo, cfg.model, cfg.rollout
     tp, pp = model.tensor_model_parallel_size, model.pipeline_model_parallel_size
@@ -102,7 +102,7 @@ def run_rows(cfg: DictConfig, lengths: str = "not checked") -> dict[str, str]:
 
 
 def _rate(cfg: DictConfig) -> str:
-    """Return the learning rate in words, and its schedule if it is not constant from the first step."""
+    """Return the learning rate as text, and its schedule if it is not constant from the first step."""
     optim, sched = cfg.model.optim, cfg.model.optim.sched
     rise = warmup_steps(sched, cfg.trainer.grpo.max_steps)
     falls = f", {sched.name} to {sched.min_lr:g}" if sched.name != "constant" else ""
@@ -110,7 +110,7 @@ def _rate(cfg: DictConfig) -> str:
 
 
 def _micro_batches(cfg: DictConfig) -> str:
-    """Return the limits of a micro-batch in words and, where Transformer Engine pads widths, the number of shapes."""
+    """Return the limits of a micro-batch as text and, where Transformer Engine pads widths, the number of shapes."""
     text = f"at most {cfg.model.micro_batch_size} responses and {micro_batch_tokens(cfg):,} tokens"
     if cfg.model.get("packed_sequences"):
         return f"{text}, packed"
@@ -125,7 +125,7 @@ def _functions(cfg: DictConfig) -> dict[str, str]:
 
 
 def _cores(cfg: DictConfig) -> dict[str, str]:
-    """Return {"cores": how a run on the CPU would use the cores of this machine, in words}; {} for a run on GPUs."""
+    """Return {"cores": how a run on the CPU would use the cores of this machine, as text}; {} for a run on GPUs."""
     if cfg.trainer.accelerator != "cpu":
         return {}
     available = os.sched_getaffinity(0)
@@ -279,7 +279,7 @@ def _time_rows(cfg: DictConfig, chain: Chain) -> dict[str, str]:
 
 
 def _memory(cfg: DictConfig, chain: Chain) -> dict[str, str]:
-    """Return {part: its size in words} for a run's memory on a device and on a host, and for its disk space."""
+    """Return {part: its size as text} for a run's memory on a device and on a host, and for its disk space."""
     m, size = chain.memory, chain.device_bytes
     of = "a GPU" if chain.accelerator == "gpu" else "a rank"
     room = m.kv_room(size)
@@ -331,7 +331,7 @@ def _phases(m: Memory) -> str:
 
 
 def _sleep(cfg: DictConfig, m: Memory, size: float | None) -> str:
-    """Return in words how trainer and engine share the memory of a GPU of `size` bytes (None: unknown)."""
+    """Return as text how trainer and engine share the memory of a GPU of `size` bytes (None: unknown)."""
     if m.engines_apart:
         return (
             f"none: at least {_bytes(m.while_generating)} on an engine's GPU, {_bytes(m.while_training)} on a trainer's"

@@ -58,7 +58,7 @@ SAME_KIND = (
 
 @dataclass(frozen=True)
 class Rates:
-    """Response length and throughput, and the source of each number in words; an unknown number is None."""
+    """Response length and throughput, and the source of each number as text; an unknown number is None."""
 
     mean_tokens: float | None = None  # mean length of a response, prompt excluded
     mean_share: float | None = None  # without `mean_tokens`: assumed mean, as a share of the longest possible response

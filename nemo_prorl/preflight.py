@@ -185,7 +185,7 @@ def measure(cfg: Config, run_dir: Path) -> None:
     with recorder.part("resume"):
         newest = trainer.checkpoints.newest()
         assert newest is not None
-        trainer.checkpoints.load_all(newest)
+        trainer.checkpoints.policy.load(newest)
 
 
 def _train(trainer: Trainer, plan: Plan, recorder: TrialRecorder) -> None:

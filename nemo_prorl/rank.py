@@ -261,7 +261,7 @@ def begin(trainer: Trainer, run_dir: Path) -> None:
 def begin_stage(trainer: Trainer, start: stages.Origin) -> None:
     """Load policy, optimizer, reference and the position in the data from the previous stage."""
     cfg, records = trainer.cfg, trainer.records
-    sha256 = trainer.checkpoints.load_all(start.checkpoint)["weights_sha256"]
+    sha256 = trainer.checkpoints.policy.load(start.checkpoint)["weights_sha256"]
     source = {"start_from": str(start.checkpoint), "weights_sha256": sha256}
     records.event("start", 0, stage=cfg.stage, version=__version__, **source)
     state = retention.read_state(start.newest)  # prompts continue after the newest step even if the weights are older
@@ -329,7 +329,7 @@ def train(cfg: Config, run_dir: Path, only_warmup: bool) -> None:
         trainer.control.close(trainer.progress.step)
         raise
     except ProrlError:  # a checkpoint that is being written gets `stop_s` seconds to complete
-        trainer.checkpoints.drain(cfg.trainer.deadlines.stop_s)
+        trainer.checkpoints.policy.drain(cfg.trainer.deadlines.stop_s)
         raise
 
 

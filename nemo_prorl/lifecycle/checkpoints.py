@@ -2,7 +2,7 @@
 
 A part is any object with `state_dict` and `load_state_dict`; `rank.build` names all parts.
 `policy.checkpoint_files` lists the files of a checkpoint and their writers.  All trainer ranks must
-call the methods of `Checkpoints` together, except `drain`.
+call the methods of `Checkpoints` together.
 """
 
 import logging
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
 
 from nemo_prorl import __version__
-from nemo_prorl.algorithms.reset_rules import policy_scores
+from nemo_prorl.algorithms.reset_rules import best_policy, policy_scores
 from nemo_prorl.config import Config
 from nemo_prorl.errors import DAMAGED, DamagedCheckpoint
 from nemo_prorl.leader import Leader, LeaderOnly
@@ -76,7 +76,7 @@ class Checkpoints:
 
     cfg: Config
     folder: Path
-    policy: "PolicyStore"
+    policy: "PolicyStore"  # writes and loads the files of any checkpoint
     parts: Mapping[str, Stateful]  # by their names in state.json, in the order of loading
     validation: Validation  # its scores decide which checkpoints are kept (`trainer.grpo.keep_best`)
     resets: Resets  # they decide which checkpoints a roll-back needs
@@ -130,10 +130,6 @@ class Checkpoints:
         for path in self.disk.call(partial(retention.damaged_after, step=step)):
             self.records.alarm(step, f"{path} was damaged; the run goes on from the checkpoint of step {step}")
 
-    def load_all(self, folder: Path) -> dict[str, Any]:
-        """Load policy, reference and optimizer from any run's checkpoint; return its state.json."""
-        return self.policy.load(folder)
-
     def carry(self, state: Mapping[str, Any]) -> None:
         """Begin a stage with the data position and the keep rates of the previous stage.
 
@@ -160,7 +156,7 @@ class Checkpoints:
         best validation so far.  Step 0, the start of the run, gets a checkpoint only if a roll-back could return to it.
         """
         grpo = self.cfg.trainer.grpo
-        is_best = step in self.validation.scores and step == self.validation.best_step(self.resets.done)
+        is_best = step in self.validation.scores and step == best_policy(self.validation.scores, self.resets.done)
         if step == 0:
             return grpo.keep_best > 0 and is_best and self.cfg.trainer.resets.roll_back
         return step % grpo.checkpoint_every == 0 or step == grpo.max_steps or (grpo.keep_best > 0 and is_best)
@@ -182,7 +178,7 @@ class Checkpoints:
         began = time.monotonic()
         about = {"step": step, "stage": self.cfg.stage, "version": __version__, "code": code_sha256()}
         state = about | {"functions": self.functions} | {name: p.state_dict() for name, p in self.parts.items()}
-        best, done = self.validation.best_step(self.resets.done), self.resets.done
+        best, done = best_policy(self.validation.scores, self.resets.done), self.resets.done
         grpo, roll_back = self.cfg.trainer.grpo, self.cfg.trainer.resets.roll_back
         retain = partial(
             retention.retain,
@@ -206,7 +202,3 @@ class Checkpoints:
     def wait(self) -> None:
         """Wait until the last checkpoint is complete.  Raises CheckpointError if a write failed."""
         self.policy.wait()
-
-    def drain(self, seconds: float) -> None:
-        """After a failure, give a running write this many seconds to end.  Not a collective."""
-        self.policy.drain(seconds)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
-from nemo_prorl.algorithms.reset_rules import Finding, History, decide
+from nemo_prorl.algorithms.reset_rules import Finding, History, best_policy, decide
 from nemo_prorl.config import ResetsConfig
 from nemo_prorl.errors import ResetFailure
 from nemo_prorl.leader import Leader
@@ -139,7 +139,7 @@ class Resets:
         Return None if there is no validation, if the best step is `step`, or if its checkpoint was
         removed: another checkpoint with a lower score is not used instead.
         """
-        best = self.validation.best_step(self.done)
+        best = best_policy(self.validation.scores, self.done)
         if best is None or best == step:
             return None
         if checkpoints.has(best):

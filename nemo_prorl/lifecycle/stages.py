@@ -79,17 +79,9 @@ def best_checkpoint(run_dir: Path) -> Path:
     """Return the checkpoint of the best validation since the last hard reset, or the newest."""
     checkpoints = {step_of(p): p for p in complete(run_dir / "checkpoints")}
     newest = checkpoints[max(checkpoints)]
-    best = best_kept(read_state(newest), checkpoints)
+    state = read_state(newest)
+    best = best_policy(state["validation"]["scores"], state["resets"]["done"], checkpoints)
     return newest if best is None else checkpoints[best]
-
-
-def best_kept(state: dict[str, Any], steps: Iterable[int]) -> int | None:
-    """Return the step among `steps` with the best validation since the last hard reset; None without a validation.
-
-    Args:
-        state: state.json of the run's newest checkpoint.
-    """
-    return best_policy(state["validation"]["scores"], state["resets"]["done"], steps)
 
 
 def chosen_checkpoint(run_dir: Path, which: str) -> Path:

@@ -4,11 +4,9 @@ Each validation samples the same prompts with the same seeds; scores differ only
 """
 
 import logging
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import TypedDict
 
-from nemo_prorl.algorithms.reset_rules import best_policy
 from nemo_prorl.config import Config, GRPOConfig
 from nemo_prorl.leader import LeaderOnly
 from nemo_prorl.lifecycle.journal_events import HeldOutScores
@@ -88,10 +86,6 @@ class Validation:
         if step == 0:  # later ones are in the line of their step
             _log.info("held-out mean reward before the first step: %.3f", scores["all"]["mean"])
         return scores
-
-    def best_step(self, resets: Sequence[Mapping[str, Any]]) -> int | None:
-        """Return the best-scoring step since the last of `resets`; None if no step has a score."""
-        return best_policy(self.scores, resets)
 
     def state_dict(self) -> ValidationState:
         return {"scores": self.scores}

@@ -128,14 +128,9 @@ def build(cfg: Config, run_dir: Path, policy: Policy, stopping: Stopping) -> Tra
     collector.run_on_leader(lambda collector: stopping.set_abandon(collector.abandon))
     rollouts = Rollouts(cfg, run_dir, actor, blend, collector, records, leader)
     validation = Validation(cfg, source.only(lambda source: source.heldout), rollouts, records)
+    allowed = kl_after_reset(cfg)  # type: ignore[arg-type]
     resets = Resets(
-        config=cfg.trainer.resets,
-        kl_allowed=kl_after_reset(cfg),  # type: ignore[arg-type]
-        policy=actor,
-        rollouts=rollouts,
-        validation=validation,
-        records=records,
-        leader=leader,
+        cfg.trainer.resets, allowed, actor, rollouts=rollouts, validation=validation, records=records, leader=leader
     )
     speed = UpdateSpeed(ModelShape.of(OmegaConf.create(cfg.model), actor.shape.vocab), ranks, device.card())
     progress, entropy = TrainerState(), AdaptiveEntropy(cfg.trainer.grpo.adaptive_entropy)

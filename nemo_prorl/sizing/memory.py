@@ -337,8 +337,8 @@ def memory_of(cfg: DictConfig, vocab: int | None = None) -> Memory:
     Every rank has the weights in use and their gradients (in NeMo's grad_sync_dtype, usually float32).  Two float32
     moments, and for 16-bit weights a float32 master, are spread over data-parallel ranks (Megatron's distributed
     optimizer).  With FP8, Transformer Engine keeps two more copies of each layer's weights, one byte per weight: plain
-    and transposed.  The reference policy stays in page-locked host memory; while it is in use, its weights are beside
-    the policy's on the GPU (`device.exchanged`).
+    and transposed.  The reference policy stays in page-locked host memory, for which PyTorch takes a power of two per
+    tensor; while it is in use, its weights are beside the policy's on the GPU (`device.exchanged`).
 
     A checkpoint has the weights of policy and reference, float32 master weights and moments.  Before a checkpoint is
     written, the ranks copy their tensors to host memory, and rank 0 also copies the whole weights
@@ -375,9 +375,7 @@ def memory_of(cfg: DictConfig, vocab: int | None = None) -> Memory:
     cpu = cfg.trainer.accelerator == "cpu"
     swap = 0 if cpu else weights
     logprobs = max(forward + ends, passing)
-    # PyTorch takes a power of two for each page-locked tensor.
-    page_locked = sum(1 << (size * elements - 1).bit_length() for elements in rank_tensors(shape, layout))
-    host = weights if cpu else page_locked
+    host = weights if cpu else sum(1 << (size * elements - 1).bit_length() for elements in rank_tensors(shape, layout))
     copied = not cpu or grpo.async_checkpoints
     checkpoint = parameters(shape, padded=True) * (2 * size + 3 * FLOAT32)
     return Memory(

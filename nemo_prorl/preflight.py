@@ -242,7 +242,18 @@ def random_groups(plan: Plan, vocab: int, seed: int) -> list[Group]:
         prompt_ids = torch.randint(vocab, (prompt,), generator=generator).tolist()
         responses = [response(k) for k in range(plan.samples)]
         verdicts = [verdict_of(f"random-{index}", RewardResult(float(k % 2))) for k in range(plan.samples)]
-        return Group(f"random-{index}", "preflight", {}, prompt_ids, 0, responses, verdicts, 1, 0, index)
+        return Group(
+            prompt_id=f"random-{index}",
+            task="preflight",
+            record={},
+            prompt_ids=prompt_ids,
+            visit=0,
+            responses=responses,
+            verdicts=verdicts,
+            step=1,
+            version=0,
+            draw_index=index,
+        )
 
     return [group(index) for index in range(plan.tried_prompts)]
 

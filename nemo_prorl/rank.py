@@ -126,7 +126,7 @@ def build(cfg: Config, run_dir: Path, policy: Policy, stopping: Stopping) -> Tra
     source = policy.data.only(lambda data: rollout_source(cfg, run_dir, data, policy))
     blend, collector = source.only(lambda source: source.blend), source.only(lambda source: source.collector)
     collector.run_on_leader(lambda collector: stopping.set_abandon(collector.abandon))
-    rollouts = Rollouts(cfg, run_dir, actor, blend, collector, records, leader)
+    rollouts = Rollouts(cfg, run_dir, actor, blend=blend, collector=collector, records=records, leader=leader)
     validation = Validation(cfg, source.only(lambda source: source.heldout), rollouts, records)
     allowed = kl_after_reset(cfg)  # type: ignore[arg-type]
     resets = Resets(

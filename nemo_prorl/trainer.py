@@ -236,7 +236,7 @@ class Trainer:
             gap = policy.data_ranks.reduce(reference_gap(old_logp_BT, ref_logp_BT, batch.mask_BT))
             self.resets.check_reference(step, gap["mean_abs"])
             task_B = groups.task_B[row_B]
-            sums = sums_by_task(old_logp_BT, ref_logp_BT, entropy_BT, batch.mask_BT, task_B, groups.tasks)
+            sums = sums_by_task(old_logp_BT, ref_logp_BT, entropy_BT, batch.mask_BT, task_B=task_B, tasks=groups.tasks)
             for key, value in means_by_task(policy.data_ranks.reduce(sums), groups.tasks).items():
                 metrics.put(key, value)
 

@@ -39,8 +39,8 @@ from typing import Any
 
 from machine import describe
 
-from nemo_prorl.algorithms.reset_rules import ASKING, Finding, replay
-from nemo_prorl.config import ResetRulesConfig
+from nemo_prorl.algorithms.reset_rules import Finding, replay
+from nemo_prorl.config import RESET_RULES, ResetRulesConfig
 
 STEPS, EVERY, NOISE, DROP = 2000, 10, 0.02, 0.10
 LONG, SCATTER = 3000, 0.009
@@ -97,7 +97,7 @@ def told_of(lines: list[dict[str, Any]], rules: ResetRulesConfig, case: Case) ->
 
 
 def quiet(count: int, seed: int, rules: ResetRulesConfig, case: Case) -> str:
-    false, traces, plateaus, wrong = dict.fromkeys(ASKING, 0), 0, 0, 0
+    false, traces, plateaus, wrong = dict.fromkeys(RESET_RULES, 0), 0, 0, 0
     for trace in range(count):
         rng = random.Random(f"quiet {seed} {trace}")
         curves = {name: rising(rng) for name in NAMES}

@@ -4,7 +4,7 @@ The package `nemo_prorl` exports its functions: `nemo_prorl.train`, `nemo_prorl.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
@@ -91,8 +91,8 @@ def load_run(path: str | Path) -> Run:
 
     if not is_run(Path(path)):
         raise ConfigError(f"{path}: expected a run directory; it has none of a run's files")
-    found = read_run(Path(path))
-    return Run(Path(path), found.config, found.metrics, found.events, found.summary)
+    run = read_run(Path(path))
+    return Run(Path(path), run.config, run.metrics, run.events, run.summary)
 
 
 def train(overrides: Overrides = (), config: str | Path | None = None) -> Run:
@@ -159,7 +159,7 @@ def evaluate(
     chosen = choose(benchmarks if isinstance(benchmarks, str) else ",".join(benchmarks))
     options = EvaluationOptions(
         model=str(model),
-        benchmarks=[one.changed(sampling) for one in chosen],
+        benchmarks=[benchmark.changed(sampling) for benchmark in chosen],
         out=Path(out),
         seed=seed,
         data=None if data is None else Path(data),
@@ -172,21 +172,15 @@ def evaluate(
 
 def _texts(overrides: Overrides) -> list[str]:
     """Return overrides as texts KEY=VALUE.  Raises ConfigError for a value that has no such text."""
+    from nemo_prorl.settings import leaves
+
     texts: list[str] = []
-    for one in [overrides] if isinstance(overrides, str | Mapping) else overrides:
-        if isinstance(one, str):
-            texts.append(one)
+    for override in [overrides] if isinstance(overrides, str | Mapping) else overrides:
+        if isinstance(override, str):
+            texts.append(override)
         else:
-            texts += [f"{key}={_value_text(key, value)}" for key, value in _leaves(one, "")]
+            texts += [f"{key}={_value_text(key, value)}" for key, value in leaves(override, into_lists=False)]
     return texts
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _value_text(key: str, value: Any) -> str:
@@ -204,7 +198,7 @@ def _value_text(key: str, value: Any) -> str:
     if isinstance(value, str | os.PathLike):
         return QuotedString(os.fspath(value), Quote.single).with_quotes()
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{name}: {_value_text(f'{key}.{name}', one)}" for name, one in value.items()) + "}"
+        return "{" + ", ".join(f"{name}: {_value_text(f'{key}.{name}', item)}" for name, item in value.items()) + "}"
     if isinstance(value, Sequence) and not isinstance(value, bytes):
-        return "[" + ", ".join(_value_text(key, one) for one in value) + "]"
+        return "[" + ", ".join(_value_text(key, item) for item in value) + "]"
     raise ConfigError(f"{key}={value!r}: expected a text, number, path, list or dictionary, True, False or None")

@@ -193,16 +193,16 @@ class JudgedGroups:
         shape = (len(groups), len(groups[0].responses) if groups else 0)
         tasks = tuple(sorted({g.task for g in groups}))
         return cls(
-            rows,
-            torch.from_numpy(rows.length_B),
-            torch.tensor([g.scores for g in groups], dtype=torch.float64).reshape(shape),
-            torch.tensor(valid, dtype=torch.bool).reshape(shape),
-            torch.tensor([g.finished for g in groups], dtype=torch.bool).reshape(shape),
-            torch.from_numpy(rows.response_B).reshape(shape),
-            torch.tensor([g.version for g in groups for _ in g.responses], dtype=torch.int64),
-            tasks,
-            torch.tensor([tasks.index(g.task) for g in groups for _ in g.responses], dtype=torch.int64),
-            tuple(g.draw_index for g in groups),
+            rows=rows,
+            length_B=torch.from_numpy(rows.length_B),
+            reward_GN=torch.tensor([g.scores for g in groups], dtype=torch.float64).reshape(shape),
+            valid_GN=torch.tensor(valid, dtype=torch.bool).reshape(shape),
+            ended_GN=torch.tensor([g.finished for g in groups], dtype=torch.bool).reshape(shape),
+            length_GN=torch.from_numpy(rows.response_B).reshape(shape),
+            version_B=torch.tensor([g.version for g in groups for _ in g.responses], dtype=torch.int64),
+            tasks=tasks,
+            task_B=torch.tensor([tasks.index(g.task) for g in groups for _ in g.responses], dtype=torch.int64),
+            draws=tuple(g.draw_index for g in groups),
         )
 
     def dealt(self, parts: Sequence[Sequence[int]]) -> "list[JudgedGroups]":

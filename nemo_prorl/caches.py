@@ -25,8 +25,8 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
         raise UnfitMachine(f"{FOLDER}={folder}: expected a folder for caches; got {error.strerror}. {fix}") from None
     if not os.access(folder, os.W_OK | os.X_OK):
         raise UnfitMachine(f"{FOLDER}={folder}: expected a folder for caches; it cannot be written. {fix}")
-    found = folder.lstat()
-    if not given and (found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o022):
+    status = folder.lstat()
+    if not given and (status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o022):
         raise UnfitMachine(
             f"{folder}: expected a folder that only user {os.getuid()} can write; other users can write it. {fix}"
         )

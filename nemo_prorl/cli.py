@@ -145,20 +145,12 @@ def _add_parts(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     from nemo_prorl.rewards import cli as rewards_cli
     from nemo_prorl.rewards import reverify
 
-    rewards_cli.add_parser(commands)
+    for module in (rewards_cli, data_cli, chain, control, replay, migration_cli, reverify):
+        module.add_parser(commands)
     commands.choices["rewards"].set_defaults(run_command=rewards_cli.run)
-    data_cli.add_parser(commands)
-    chain.add_parser(commands)
-    control.add_parser(commands)
-    replay.add_parser(commands)
-    migration_cli.add_parser(commands)
-    reverify.add_parser(commands)
     doctor.add_parser(commands, _try_step)
-    evaluation_cli.add_parser(commands)
-    probe.add_parser(commands)
-    watch.add_parser(commands)
-    report_cli.add_parser(commands)
-    forecast.add_parser(commands)
+    for module in (evaluation_cli, probe, watch, report_cli, forecast):
+        module.add_parser(commands)
 
 
 def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

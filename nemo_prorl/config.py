@@ -297,7 +297,7 @@ class RolloutConfig:
     max_batched_tokens: int = key(4096, "tokens per engine step, at least context_tokens", least=1, may_change=True)
     kv_cache_mb: int | None = key(
         None,
-        "MiB of KV cache per engine rank; null: all that is left beside the trainer; CPU, evaluation: vLLM's default",
+        "MiB of KV cache per engine rank; null: all that the trainer leaves; CPU, evaluation: vLLM's default",
         least=1,
         may_change=True,
     )
@@ -402,7 +402,7 @@ class DataConfig:
 class ChainConfig:
     """Link of a stage to the previous stage (paper sec. 4.2)."""
 
-    after: str | None = key(None, "name of the previous stage, whose run directory is beside this run's")
+    after: str | None = key(None, "name of the previous stage; its run directory has the same parent folder")
     start_from: str | None = key(None, "run directory or checkpoint of the previous stage, if elsewhere")
     hard_reset: bool = key(True, "begin the stage with a hard reset")
     step_scale: float = key(1.0, "factor for the steps of all stages; set by the cluster group", above=0)
@@ -499,6 +499,21 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     chain: ChainConfig = field(default_factory=ChainConfig)
     launch: LaunchConfig = key(LaunchConfig, "start of the processes", may_change=True)
+
+
+def num_ranks(cfg: Any) -> int:
+    """Return the number of trainer ranks on all nodes.  `cfg`: a `Config`, or a DictConfig with its keys."""
+    return int(cfg.trainer.num_nodes * cfg.trainer.devices)
+
+
+def num_data_ranks(cfg: Any) -> int:
+    """Return the number of data-parallel ranks; a model's tensor- and pipeline-parallel ranks count once."""
+    return num_ranks(cfg) // int(cfg.model["tensor_model_parallel_size"] * cfg.model["pipeline_model_parallel_size"])
+
+
+def responses_per_step(cfg: Any) -> int:
+    """Return the number of responses that a step trains on."""
+    return int(cfg.trainer.grpo.prompts_per_step * cfg.trainer.grpo.samples_per_prompt)
 
 
 class ConfigKey(NamedTuple):

@@ -50,7 +50,7 @@ class Leader:
         """Make an object on rank 0, and return its handle.  A ProrlError of `make` is raised on every rank."""
         made: list[P] = []
         self.call(lambda: made.append(make()))
-        return LeaderOnly(self, made[0] if made else None)
+        return LeaderOnly(self, made)
 
     def barrier(self) -> None:
         """Wait until all ranks have called this method."""
@@ -59,64 +59,57 @@ class Leader:
 
     def call(self, work: Callable[[], T]) -> T:
         """Run `work` on rank 0, and return its result on every rank.  A ProrlError is raised on every rank."""
-        return self._broadcast(_attempt(work) if self.rank == 0 else (None, None))
-
-    def _broadcast(self, outcome: "_Outcome[T]") -> T:
-        """On every rank, return rank 0's result or raise rank 0's failure."""
-        box = [outcome]
+        box = [self._attempt(work)]
         if not self._alone:
             dist.broadcast_object_list(box, 0, group=self._group)
         return _unpacked(box[0])
 
-    def _scatter(self, outcome: "_Outcome[Sequence[T]]") -> T:
-        """Return this data rank's entry of rank 0's result, or raise rank 0's failure."""
-        if self._alone:
-            return _unpacked(outcome)[0]
-        box: list[Any] = [None]
-        entries = None
-        if self.rank == 0:
-            values, failure = outcome
-            entries = [(None if values is None else values[data_rank], failure) for data_rank in self._data_ranks]
-        dist.scatter_object_list(box, entries, 0, group=self._group)
+    def share(self, work: Callable[[], Sequence[T]]) -> T:
+        """Run `work` on rank 0, and return only this data rank's entry of its result.
+
+        The result of `work` has one entry per data rank.  A ProrlError of `work` is raised on every rank.
+        """
+        values, failure = self._attempt(work)
+        entries = [(None if values is None else values[data_rank], failure) for data_rank in self._data_ranks]
+        box: list[Any] = entries[:1]
+        if not self._alone:
+            dist.scatter_object_list(box, entries if self.rank == 0 else None, 0, group=self._group)
         return _unpacked(box[0])
+
+    def _attempt(self, work: Callable[[], T]) -> "_Outcome[T]":
+        if self.rank > 0:
+            return None, None
+        try:
+            return work(), None
+        except ProrlError as error:
+            return None, error
 
 
 class LeaderOnly(Generic[P]):
     """A handle of an object that exists on rank 0 only; every rank has the handle.
 
-    All trainer ranks must call each method together, except `run_on_leader`, which does not communicate.
+    All trainer ranks must call each method together, except `run_on_leader`, which does not communicate.  The methods
+    are those of `Leader`; their functions get the object.
     """
 
-    def __init__(self, leader: Leader, part: P | None) -> None:
-        self._leader, self._part = leader, part
+    def __init__(self, leader: Leader, made: list[P]) -> None:
+        """`made`: the object, on rank 0; an empty list on other ranks."""
+        self._leader = leader
+        self._made = made
 
     def only(self, make: Callable[[P], T]) -> "LeaderOnly[T]":
-        """Make another object from this object on rank 0; return its handle.  A ProrlError is raised on every rank."""
-        made: list[T] = []
-        self.call(lambda part: made.append(make(part)))
-        return LeaderOnly(self._leader, made[0] if made else None)
+        return self._leader.only(lambda: make(self._made[0]))
 
     def call(self, work: Callable[[P], T]) -> T:
-        """Run `work` on rank 0, and return its result on every rank.  A ProrlError is raised on every rank."""
-        return self._leader._broadcast(self._outcome(work))
+        return self._leader.call(lambda: work(self._made[0]))
 
     def share(self, work: Callable[[P], Sequence[T]]) -> T:
-        """Run `work` on rank 0, and return only this data rank's entry of its result.
-
-        The result of `work` has one entry per data rank.  A ProrlError of `work` is raised on every rank.
-        """
-        return self._leader._scatter(self._outcome(work))
+        return self._leader.share(lambda: work(self._made[0]))
 
     def run_on_leader(self, work: Callable[[P], object]) -> None:
         """Run `work` on rank 0, while the other ranks continue.  An error is raised on rank 0 only."""
-        if self._part is not None:
-            work(self._part)
-
-    def _outcome(self, work: Callable[[P], T]) -> "_Outcome[T]":
-        if self._part is None:
-            return None, None
-        part = self._part
-        return _attempt(lambda: work(part))
+        for part in self._made:
+            work(part)
 
 
 def longest_wait(deadlines: DeadlinesConfig) -> timedelta:
@@ -127,13 +120,6 @@ def longest_wait(deadlines: DeadlinesConfig) -> timedelta:
     """
     d = deadlines
     return timedelta(seconds=d.startup_s + d.rollout_s + d.reward_s + d.publish_s + d.collective_s)
-
-
-def _attempt(work: Callable[[], T]) -> "_Outcome[T]":
-    try:
-        return work(), None
-    except ProrlError as error:
-        return None, error
 
 
 def _unpacked(outcome: "_Outcome[T]") -> T:

@@ -29,7 +29,8 @@ class Metrics:
     current = ""  # phase that this process is in; one object at a time is filled, so it belongs to the class
 
     def __init__(self, step: int, stage: str) -> None:
-        self.step, self.stage = step, stage
+        self.step = step
+        self.stage = stage
         self._values: dict[str, tuple[float, float]] = {}  # sum of weight * value, or the extreme; sum of weights
 
     def add(self, prefix: str, values: Mapping[str, Any], weight: float = 1.0) -> None:

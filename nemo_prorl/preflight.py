@@ -39,9 +39,10 @@ import torch
 
 from nemo_prorl import device, rank
 from nemo_prorl.batch import JudgedGroups
-from nemo_prorl.config import Config
+from nemo_prorl.config import Config, num_data_ranks, responses_per_step
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import EngineFailure
+from nemo_prorl.files import first_line
 from nemo_prorl.lifecycle.stopping import Stopping
 from nemo_prorl.lifecycle.tolerances import engine_gap_alarm, kl_after_reset
 from nemo_prorl.metrics import Metrics
@@ -79,13 +80,11 @@ class Plan:
     @classmethod
     def of(cls, cfg: Config, rows: int | None = None) -> "Plan":
         """Return the plan for a run's configuration; `rows`: try at most this many rows of each rank's update."""
-        grpo, model, nodes = cfg.trainer.grpo, cfg.model, cfg.trainer.num_nodes
-        ranks = nodes * cfg.trainer.devices
-        data_ranks = ranks // (model["tensor_model_parallel_size"] * model["pipeline_model_parallel_size"])
+        grpo, data_ranks = cfg.trainer.grpo, num_data_ranks(cfg)
         in_update = -(-grpo.prompts_per_step // grpo.updates_per_step * grpo.samples_per_prompt // data_ranks)
-        started = grpo.prompts_per_step * grpo.samples_per_prompt
         context = grpo.context_tokens
         response = min(context - 1, grpo.max_response_tokens or context)
+        in_engine = -(-responses_per_step(cfg) // cfg.rollout.engines)
         return cls(
             data_ranks=data_ranks,
             prompts=grpo.prompts_per_step,
@@ -95,9 +94,9 @@ class Plan:
             tried_rows=in_update if rows is None else min(rows, in_update),
             context=context,
             response=response,
-            sequences=min(cfg.rollout.max_num_seqs, MAX_IN_FLIGHT, -(-started // cfg.rollout.engines)),
+            sequences=min(cfg.rollout.max_num_seqs, MAX_IN_FLIGHT, in_engine),
             generated=min(GENERATED, response),
-            engines=cfg.rollout.engines // nodes,
+            engines=cfg.rollout.engines // cfg.trainer.num_nodes,
             all_engines=cfg.rollout.engines,
         )
 
@@ -133,8 +132,7 @@ class TrialRecorder:
         try:
             yield
         except BaseException as error:
-            lines = str(error).strip().splitlines()
-            self._write(part=name, event="error", what=f"{type(error).__name__}: {lines[0] if lines else ''}"[:600])
+            self._write(part=name, event="error", what=f"{type(error).__name__}: {first_line(error)}"[:600])
             raise
         seconds = time.monotonic() - began
         self._write(part=name, event="end", seconds=seconds, **numbers, **_memory())
@@ -187,7 +185,7 @@ def measure(cfg: Config, run_dir: Path) -> None:
     with recorder.part("resume"):
         newest = trainer.checkpoints.newest()
         assert newest is not None
-        trainer.checkpoints.load_all(newest)
+        trainer.checkpoints.policy.load(newest)
 
 
 def _train(trainer: Trainer, plan: Plan, recorder: TrialRecorder) -> None:
@@ -201,27 +199,27 @@ def _train(trainer: Trainer, plan: Plan, recorder: TrialRecorder) -> None:
         groups = trainer.rollouts.collector.share(
             lambda _: tried_rows(plan, random_groups(plan, policy.shape.vocab, cfg.seed))
         )
-        mine = groups.batch()
-        advantage_B = torch.randn(len(mine), generator=torch.Generator().manual_seed(cfg.seed))
-        mine = mine.with_targets(advantage_B=advantage_B)
+        batch = groups.batch()
+        advantage_B = torch.randn(len(batch), generator=torch.Generator().manual_seed(cfg.seed))
+        batch = batch.with_targets(advantage_B=advantage_B)
     metrics.put("entropy", 0.0)
     config = trainer.before_updates(metrics)
     if grpo.adaptive_entropy.enabled:  # the coefficient starts at 0, and needs memory only once it is above 0
         config = replace(config, entropy_coef=grpo.adaptive_entropy.maximum)
 
-    numbers = {"rows": len(mine), "tokens": int(mine.length_B.sum())}
+    numbers = {"rows": len(batch), "tokens": int(batch.length_B.sum())}
     with recorder.part("first update"):
-        few = mine.rows(slice(0, policy.limits.rows_of_length(plan.context)))
+        few = batch.rows(slice(0, policy.limits.rows_of_length(plan.context)))
         few_logp_BT, _ = policy.logprobs(few)
         few = few.with_targets(old_logp_BT=few_logp_BT, ref_logp_BT=few_logp_BT)
         update(policy, few, config, Metrics(1, cfg.stage))
     with recorder.part("logprobs", **numbers):
-        old_logp_BT, _ = policy.logprobs(mine)
+        old_logp_BT, _ = policy.logprobs(batch)
     with recorder.part("reference", **numbers):
-        ref_logp_BT = policy.reference_logprobs(mine)
+        ref_logp_BT = policy.reference_logprobs(batch)
     with recorder.part("update", **numbers):
-        mine = mine.with_targets(old_logp_BT=old_logp_BT, ref_logp_BT=ref_logp_BT)
-        update(policy, mine, config, metrics)
+        batch = batch.with_targets(old_logp_BT=old_logp_BT, ref_logp_BT=ref_logp_BT)
+        update(policy, batch, config, metrics)
 
 
 def tried_rows(plan: Plan, groups: list[Group]) -> list[JudgedGroups]:
@@ -244,7 +242,18 @@ def random_groups(plan: Plan, vocab: int, seed: int) -> list[Group]:
         prompt_ids = torch.randint(vocab, (prompt,), generator=generator).tolist()
         responses = [response(k) for k in range(plan.samples)]
         verdicts = [verdict_of(f"random-{index}", RewardResult(float(k % 2))) for k in range(plan.samples)]
-        return Group(f"random-{index}", "preflight", {}, prompt_ids, 0, responses, verdicts, 1, 0, index)
+        return Group(
+            prompt_id=f"random-{index}",
+            task="preflight",
+            record={},
+            prompt_ids=prompt_ids,
+            visit=0,
+            responses=responses,
+            verdicts=verdicts,
+            step=1,
+            version=0,
+            draw_index=index,
+        )
 
     return [group(index) for index in range(plan.tried_prompts)]
 

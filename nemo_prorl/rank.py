@@ -15,14 +15,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from omegaconf import OmegaConf
 
 from nemo_prorl import __version__, device, stacks
 from nemo_prorl.algorithms.entropy import AdaptiveEntropy
-from nemo_prorl.config import Config
+from nemo_prorl.config import Config, num_ranks, responses_per_step
 from nemo_prorl.data.blend import Blend, LoadedData, load_sources, of_tasks
 from nemo_prorl.data.laptop.generators import warmup_target
 from nemo_prorl.data.lengths import PromptLengths, fit
@@ -32,7 +32,7 @@ from nemo_prorl.errors import ProrlError, StoppedCleanly, disk_full
 from nemo_prorl.leader import Leader
 from nemo_prorl.lifecycle import retention, stages
 from nemo_prorl.lifecycle.base_model import base_folder, initial_model, warmup_records
-from nemo_prorl.lifecycle.checkpoints import Checkpoints, LeaderState, Stateful, StoredPolicy
+from nemo_prorl.lifecycle.checkpoints import Checkpoints, LeaderState, Stateful
 from nemo_prorl.lifecycle.control import Control, Requests
 from nemo_prorl.lifecycle.records import Journal, Records
 from nemo_prorl.lifecycle.resets import Resets
@@ -58,6 +58,9 @@ from nemo_prorl.sizing.flops import UpdateSpeed
 from nemo_prorl.sizing.memory import ModelShape
 from nemo_prorl.trainer import Trainer, TrainerState
 
+if TYPE_CHECKING:
+    from nemo_prorl.policy.checkpoint_files import PolicyStore
+
 _log = logging.getLogger("nemo_prorl.rank")  # __name__ is __main__ when this file is the program
 
 
@@ -74,7 +77,8 @@ class Policy:
         base = base_folder(cfg, run_dir)
         self.folder = folder = base if base.exists() else initial_model(cfg, run_dir)  # with the tokenizer
         built = build_actor(OmegaConf.structured(cfg), folder, run_dir / "logs" / "nemo")
-        self.actor, self.loggers = built.actor, built.trainer.loggers
+        self.actor = built.actor
+        self.loggers = built.trainer.loggers
         self.leader = Leader(cfg.trainer.deadlines, self.actor.data_ranks.rank)
         self.data = self.leader.only(lambda: load_sources(cfg.data))
         self.renderer = PromptRenderer(folder, cfg.trainer.grpo.context_tokens, cfg.data)
@@ -82,7 +86,7 @@ class Policy:
         if not base.exists() and not retention.complete(run_dir / "checkpoints"):
             make_base(cfg, run_dir, self, base)
 
-    def store(self, cfg: Config) -> StoredPolicy:
+    def store(self, cfg: Config) -> "PolicyStore":
         """Return the writer and loader of the policy's checkpoints.  A collective."""
         from nemo_prorl.policy.checkpoint_files import PolicyStore
 
@@ -116,16 +120,18 @@ def warmup_examples(cfg: Config, data: LoadedData, policy: Policy) -> list[tuple
 def build(cfg: Config, run_dir: Path, policy: Policy, stopping: Stopping) -> Trainer:
     """Build and connect all parts of a run; a collective.  Waits until engines and reward servers are ready."""
     actor, leader = policy.actor, policy.leader
-    ranks = cfg.trainer.num_nodes * cfg.trainer.devices
+    ranks = num_ranks(cfg)
     devices = cfg.trainer.num_nodes * node_devices(cfg)  # type: ignore[arg-type]
     records = Records(cfg, run_dir, leader.rank == 0, policy.loggers, devices)
     source = policy.data.only(lambda data: rollout_source(cfg, run_dir, data, policy))
     blend, collector = source.only(lambda source: source.blend), source.only(lambda source: source.collector)
     collector.run_on_leader(lambda collector: stopping.set_abandon(collector.abandon))
-    rollouts = Rollouts(cfg, run_dir, actor, blend, collector, records, leader)
+    rollouts = Rollouts(cfg, run_dir, actor, blend=blend, collector=collector, records=records, leader=leader)
     validation = Validation(cfg, source.only(lambda source: source.heldout), rollouts, records)
     allowed = kl_after_reset(cfg)  # type: ignore[arg-type]
-    resets = Resets(cfg.trainer.resets, allowed, actor, rollouts, validation, records, leader)
+    resets = Resets(
+        cfg.trainer.resets, allowed, actor, rollouts=rollouts, validation=validation, records=records, leader=leader
+    )
     speed = UpdateSpeed(ModelShape.of(OmegaConf.create(cfg.model), actor.shape.vocab), ranks, device.card())
     progress, entropy = TrainerState(), AdaptiveEntropy(cfg.trainer.grpo.adaptive_entropy)
     parts: dict[str, Stateful] = {  # named as in state.json, and loaded in this order
@@ -137,8 +143,16 @@ def build(cfg: Config, run_dir: Path, policy: Policy, stopping: Stopping) -> Tra
         "rollouts": rollouts,
         "entropy": entropy,
     }
-    store = policy.store(cfg)
-    checkpoints = Checkpoints(cfg, run_dir / "checkpoints", store, parts, validation, resets, records, leader)
+    checkpoints = Checkpoints(
+        cfg=cfg,
+        folder=run_dir / "checkpoints",
+        policy=policy.store(cfg),
+        parts=parts,
+        validation=validation,
+        resets=resets,
+        records=records,
+        leader=leader,
+    )
     requests = leader.only(lambda: Requests(run_dir, Journal(run_dir), records.alarm))
     control = Control(requests, validation, checkpoints, stopping)
     services = {"engine": cfg.rollout.engines, "rewards": cfg.trainer.num_nodes}
@@ -146,21 +160,21 @@ def build(cfg: Config, run_dir: Path, policy: Policy, stopping: Stopping) -> Tra
     watchdog = Watchdog(leader.rank, ranks, run_dir, records.alarm)
     collector.run_on_leader(lambda collector: watchdog.set_waiting(collector.waiting))
     return Trainer(
-        cfg,
-        actor,
-        progress,
-        rollouts,
-        validation,
-        resets,
-        checkpoints,
-        control,
-        records,
-        stopping,
-        entropy,
-        speed,
-        traces,
-        watchdog,
-        leader,
+        cfg=cfg,
+        policy=actor,
+        progress=progress,
+        rollouts=rollouts,
+        validation=validation,
+        resets=resets,
+        checkpoints=checkpoints,
+        control=control,
+        records=records,
+        stopping=stopping,
+        entropy=entropy,
+        speed=speed,
+        traces=traces,
+        watchdog=watchdog,
+        leader=leader,
     )
 
 
@@ -181,11 +195,11 @@ def rollout_source(cfg: Config, run_dir: Path, data: LoadedData, policy: Policy)
     heldout = [(source.name, record) for source, records in data.validation for record in records]
     draws = [PromptDraw(record, renderer.prompt_ids(record), 0) for _, record in heldout]
     tasks = {record["task"] for _, records in train for record in records} - cfg.rewards.functions.keys()
-    responses = cfg.trainer.grpo.prompts_per_step * cfg.trainer.grpo.samples_per_prompt
     registry = discover(functions=cfg.rewards.functions)
-    canaries = CanarySchedule(registry, tasks, responses, cfg.seed)  # functions have no canaries and no second verifier
+    # The user's functions have no canaries and no second verifier.
+    canaries = CanarySchedule(registry, tasks, responses_per_step(cfg), cfg.seed)
     second = SecondVerifiers(registry, tasks, cfg.rewards.plugins, cfg.seed)
-    collector = connect(cfg, run_dir, blend, renderer, canaries, second)
+    collector = connect(cfg, run_dir, blend, renderer, canaries=canaries, second=second)
     return RolloutSource(blend, HeldOut([name for name, _ in heldout], draws, collector), collector)
 
 
@@ -211,7 +225,7 @@ def connect(
     engines = EnginePool(endpoints, read_token(token_file), cfg.rollout.engines)
     kind = OneStepOff if cfg.rollout.own_devices else Collector
     rewards = RewardClient(endpoints, token_file)
-    return kind(cfg, engines, rewards, blend, renderer, canaries, second)
+    return kind(cfg, engines, rewards, blend, renderer, canaries=canaries, second=second)
 
 
 def _exist(folder: Path, pattern: str, count: int) -> bool:
@@ -242,7 +256,7 @@ def begin(trainer: Trainer, run_dir: Path) -> None:
 def begin_stage(trainer: Trainer, start: stages.Origin) -> None:
     """Load policy, optimizer, reference and the position in the data from the previous stage."""
     cfg, records = trainer.cfg, trainer.records
-    sha256 = trainer.checkpoints.load_all(start.checkpoint)["weights_sha256"]
+    sha256 = trainer.checkpoints.policy.load(start.checkpoint)["weights_sha256"]
     source = {"start_from": str(start.checkpoint), "weights_sha256": sha256}
     records.event("start", 0, stage=cfg.stage, version=__version__, **source)
     state = retention.read_state(start.newest)  # prompts continue after the newest step even if the weights are older
@@ -310,7 +324,7 @@ def train(cfg: Config, run_dir: Path, only_warmup: bool) -> None:
         trainer.control.close(trainer.progress.step)
         raise
     except ProrlError:  # a checkpoint that is being written gets `stop_s` seconds to complete
-        trainer.checkpoints.drain(cfg.trainer.deadlines.stop_s)
+        trainer.checkpoints.policy.drain(cfg.trainer.deadlines.stop_s)
         raise
 
 

@@ -15,7 +15,7 @@ import importlib.resources
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -397,12 +397,12 @@ def _require_known(cfg: DictConfig, key: str, value: Any) -> Any:
         elif isinstance(node, ListConfig) and part.isdigit() and not len(node):
             return None  # a list that only the file fills; it is empty in the schema
         else:
-            raise ConfigError(_unknown(cfg, key, here, part, node, value))
+            raise ConfigError(_unknown(cfg, key, value, here=here, part=part, node=node))
         node = node._value() if not isinstance(node, DictConfig | ListConfig) else node
     return node
 
 
-def _unknown(cfg: DictConfig, key: str, here: str, part: str, node: Any, value: Any) -> str:
+def _unknown(cfg: DictConfig, key: str, value: Any, here: str, part: str, node: Any) -> str:
     where = here or "the configuration"
     if isinstance(node, ListConfig) and not part.isdigit():
         return f"{key}={value}: {where} is a list. Fix: write {where}=[{{{part}: {value}, ...}}]"
@@ -412,11 +412,12 @@ def _unknown(cfg: DictConfig, key: str, here: str, part: str, node: Any, value: 
     known = sorted({str(k) for k in node} | (set(group_options()) if not here else set()))
     everywhere = [k for k, _ in leaves(OmegaConf.to_container(cfg, resolve=False))]
     same_name = [k for k in everywhere if k.split(".")[-1] == key.split(".")[-1]]
-    theirs = [ours] if (ours := meant(key)) in everywhere else []  # before letters: `lr` is not trainer.warmup.lr
+    # A key of another framework comes before a key with similar letters: `lr` is not trainer.warmup.lr.
+    translated = [own] if (own := meant(key)) in everywhere else []
     prefix = f"{here}." if here else ""
     near = [prefix + name for name in difflib.get_close_matches(part, known, n=1)]
     message = f"unknown key {key} (={value}): {where} has no '{part}'."
-    if suggestion := (theirs or same_name or near or difflib.get_close_matches(key, everywhere, n=1, cutoff=0.8)):
+    if suggestion := (translated or same_name or near or difflib.get_close_matches(key, everywhere, n=1, cutoff=0.8)):
         message += f" Did you mean {suggestion[0]}?"
     if here.split(".")[0] in NEMO_SECTIONS:
         message += f" To set a NeMo key that no shipped file sets, write +{key}={value}."
@@ -440,7 +441,7 @@ def leaves(tree: Any, prefix: str = "", into_lists: bool = True) -> Iterator[tup
         into_lists: descend into lists of mappings too, with the index as part of the key; False: such a list is a leaf.
     """
     branches: Iterable[tuple[Any, Any]] = ()
-    if isinstance(tree, dict):
+    if isinstance(tree, Mapping):
         branches = tree.items()
     elif into_lists and isinstance(tree, list) and any(isinstance(item, dict) for item in tree):
         branches = enumerate(tree)
@@ -452,23 +453,16 @@ def leaves(tree: Any, prefix: str = "", into_lists: bool = True) -> Iterator[tup
 
 def _same_kind(old: Any, new: Any) -> bool:
     """Return whether `new` has a type that can replace `old` in NeMo's yaml; interpolations and null always can."""
-    if new is None or (isinstance(new, str) and new.startswith("${")):
+    if new is None or any(isinstance(value, str) and value.startswith("${") for value in (old, new)):
         return True
     if isinstance(old, bool) or isinstance(new, bool):
-        return isinstance(old, bool) and isinstance(new, bool)
-    if isinstance(old, float):
-        return isinstance(new, int | float)
-    if isinstance(old, str) and old.startswith("${"):
-        return True
-    if isinstance(old, DictConfig):
-        return isinstance(new, dict)
-    if isinstance(old, ListConfig):
-        return isinstance(new, list)
-    return isinstance(new, type(old))
+        return type(old) is type(new)
+    kinds: dict[Any, Any] = {float: int | float, DictConfig: dict, ListConfig: list}
+    return isinstance(new, kinds.get(type(old), type(old)))
 
 
 def _kind(kind: Any, optional: bool) -> str:
-    """Return a type in words, such as "a whole number or null"."""
+    """Return a type as text, such as "a whole number or null"."""
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     if kind in names:
         name = names[kind]

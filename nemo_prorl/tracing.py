@@ -98,7 +98,10 @@ class Recorder:
     def start(self, process: str) -> None:
         """Discard all spans and start recording under this process name."""
         with self._lock:
-            self.process, self.on, self.dropped, self._spans = process, True, 0, []
+            self.process = process
+            self.on = True
+            self.dropped = 0
+            self._spans = []
 
     def add(
         self, name: str, category: str, begin: float, end: float, pid: int | None = None, other: str = "", **args: Any
@@ -173,14 +176,14 @@ def lanes(spans: Sequence[tuple[float, float]]) -> list[int]:
     """Return a lane number for each span, so that spans of a lane do not overlap; `spans` must be sorted by begin."""
     free: list[int] = []
     busy: list[tuple[float, int]] = []
-    found = []
+    numbers = []
     for begin, end in spans:
         while busy and busy[0][0] <= begin:
             heapq.heappush(free, heapq.heappop(busy)[1])
         lane = heapq.heappop(free) if free else len(busy)
         heapq.heappush(busy, (end, lane))
-        found.append(lane)
-    return found
+        numbers.append(lane)
+    return numbers
 
 
 def timeline(
@@ -240,22 +243,10 @@ def _events_of(pid: int, name: str, spans: list[dict[str, Any]], shift: float) -
     events: list[SpanEvent | NameEvent] = [
         {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "ts": 0, "args": {"name": name}}
     ]
-    tid = 0
+    rows: list[str] = []
     for category in sorted({span["cat"] for span in spans}):
         in_category = sorted((s for s in spans if s["cat"] == category), key=lambda s: (s["begin"], -s["end"]))
         lane_of = lanes([(s["begin"], s["end"]) for s in in_category])
-        count = max(lane_of) + 1
-        for lane in range(count):
-            label = category if count == 1 else f"{category} {lane}"
-            track: NameEvent = {
-                "ph": "M",
-                "pid": pid,
-                "tid": tid + lane,
-                "ts": 0,
-                "name": "thread_name",
-                "args": {"name": label},
-            }
-            events += [track, {**track, "name": "thread_sort_index", "args": {"sort_index": tid + lane}}]
         for span, lane in zip(in_category, lane_of, strict=True):
             events.append(
                 {
@@ -263,11 +254,15 @@ def _events_of(pid: int, name: str, spans: list[dict[str, Any]], shift: float) -
                     "name": span["name"],
                     "cat": category,
                     "pid": pid,
-                    "tid": tid + lane,
+                    "tid": len(rows) + lane,
                     "ts": round(1e6 * (span["begin"] + shift), 3),
                     "dur": round(1e6 * (span["end"] - span["begin"]), 3),
                     "args": span["args"],
                 }
             )
-        tid += count
+        count = max(lane_of) + 1
+        rows += [category] if count == 1 else [f"{category} {lane}" for lane in range(count)]
+    for tid, label in enumerate(rows):
+        row: NameEvent = {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "ts": 0, "args": {"name": label}}
+        events += [row, {**row, "name": "thread_sort_index", "args": {"sort_index": tid}}]
     return events

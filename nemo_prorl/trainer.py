@@ -85,8 +85,10 @@ class TrainerState:
         }
 
     def load_state_dict(self, state: ProgressState) -> None:
-        self.step, self.without_signal, unfinished = state["step"], state["without_signal"], state["unfinished"]
+        self.step = state["step"]
+        self.without_signal = state["without_signal"]
         self.signal_lost = state.get("signal_lost", 0)  # absent in checkpoints of earlier commits
+        unfinished = state["unfinished"]
         self.unfinished = Metrics.from_json(unfinished) if unfinished is not None else None
 
 
@@ -177,7 +179,7 @@ class Trainer:
             self.checkpoints.save(metrics.step, wait=True)
             raise StoppedCleanly(
                 f"stopped after step {metrics.step}: {steps} steps in a row made no update"
-                f" (trainer.grpo.max_steps_without_signal={most}): {self.leader.call(lambda: self._why(metrics))}"
+                f" (trainer.grpo.max_steps_without_signal={most}): {self.leader.call(lambda: self._diagnosis(metrics))}"
             )
 
     def _note_no_signal(self, metrics: Metrics) -> None:
@@ -187,10 +189,10 @@ class Trainer:
         progress.signal_lost += progress.without_signal == 1
         if progress.without_signal == 1 and progress.signal_lost.bit_count() == 1:
             often = f" ({progress.signal_lost} times so far)" if progress.signal_lost > 1 else ""
-            why = self.leader.call(lambda: self._why(metrics))
-            self.records.alarm(metrics.step, f"no group carries a signal{often}: {why}")
+            text = self.leader.call(lambda: self._diagnosis(metrics))
+            self.records.alarm(metrics.step, f"no group carries a signal{often}: {text}")
 
-    def _why(self, metrics: Metrics) -> str:
+    def _diagnosis(self, metrics: Metrics) -> str:
         return diagnosis(metrics, self.records.lines(), self.records.stored_responses(metrics.step))
 
     def finish(self) -> None:
@@ -234,7 +236,7 @@ class Trainer:
             gap = policy.data_ranks.reduce(reference_gap(old_logp_BT, ref_logp_BT, batch.mask_BT))
             self.resets.check_reference(step, gap["mean_abs"])
             task_B = groups.task_B[row_B]
-            sums = sums_by_task(old_logp_BT, ref_logp_BT, entropy_BT, batch.mask_BT, task_B, groups.tasks)
+            sums = sums_by_task(old_logp_BT, ref_logp_BT, entropy_BT, batch.mask_BT, task_B=task_B, tasks=groups.tasks)
             for key, value in means_by_task(policy.data_ranks.reduce(sums), groups.tasks).items():
                 metrics.put(key, value)
 
@@ -263,9 +265,15 @@ class Trainer:
     def before_updates(self, metrics: Metrics) -> GRPOConfig:
         """Set the step's learning rate; return the loss settings with the step's entropy coefficient."""
         optim, grpo, resets = self.cfg.model["optim"], self.cfg.trainer.grpo, self.cfg.trainer.resets
-        base, sched = float(optim["lr"]), SchedKeys(**optim.get("sched", {}))
-        done, emptied = self.resets.steps, self.resets.emptied
-        lr = learning_rate(base, sched, resets, metrics.step, grpo.max_steps, done, emptied)
+        lr = learning_rate(
+            base=float(optim["lr"]),
+            sched=SchedKeys(**optim.get("sched", {})),
+            resets=resets,
+            step=metrics.step,
+            steps=grpo.max_steps,
+            done=self.resets.steps,
+            emptied=self.resets.emptied,
+        )
         self.policy.set_learning_rate(lr)
         metrics.put("policy/lr", lr)
         if not grpo.adaptive_entropy.enabled:
@@ -339,7 +347,7 @@ def advantages(groups: JudgedGroups, cfg: GRPOConfig, metrics: Metrics) -> Tenso
     """
     longest_GN = groups.longest_GN(cfg.context_tokens, cfg.max_response_tokens)
     reward_GN, changes = shaped_rewards(
-        groups.reward_GN, groups.ended_GN, groups.length_GN, longest_GN, cfg, metrics.step
+        groups.reward_GN, groups.ended_GN, groups.length_GN, longest_GN, config=cfg, step=metrics.step
     )
     advantage_GN = group_advantages(reward_GN, groups.valid_GN, cfg.advantage)
     if bool(groups.valid_GN.any()):
@@ -361,15 +369,15 @@ def policy_loss(
     """
     loss, sums = grpo_loss(
         logp_BT,
-        micro.old_logp_BT,
-        micro.ref_logp_BT,
-        micro.advantage_B,
-        micro.mask_BT,
-        micro.weight_BT,
-        denominator,
-        config,
-        entropy_BT,
-        micro.group_tokens_B,
+        old_logp_BT=micro.old_logp_BT,
+        ref_logp_BT=micro.ref_logp_BT,
+        advantage_B=micro.advantage_B,
+        mask_BT=micro.mask_BT,
+        weight_BT=micro.weight_BT,
+        denominator=denominator,
+        config=config,
+        entropy_BT=entropy_BT,
+        group_tokens_B=micro.group_tokens_B,
     )
     diagnostics = policy_diagnostics(logp_BT, micro.old_logp_BT, micro.advantage_B, micro.mask_BT, config)
     return loss, {**diagnostics, **sums}

@@ -65,13 +65,13 @@ def totals(nodes: Sequence[NodeUsage]) -> dict[str, float]:
     """Return the metrics `system/*` of a step, without the prefix; empty without a sample.  GB are 10^9 bytes."""
     if not nodes:
         return {}
-    found = {
+    metrics = {
         "free_gb": min(node["free_bytes"] for node in nodes) / 1e9,
         "shm_gb": max(node["shm_bytes"] for node in nodes) / 1e9,
     }
     for node in nodes:
         if (size := node["run_dir_bytes"]) is not None:
-            found["run_dir_gb"] = size / 1e9
+            metrics["run_dir_gb"] = size / 1e9
         for name, process in node["processes"].items():
             values = {
                 f"{_KINDS[name.rpartition('-')[0]]}_gb": process["proportional_bytes"] / 1e9,
@@ -79,8 +79,8 @@ def totals(nodes: Sequence[NodeUsage]) -> dict[str, float]:
                 "threads": process["threads"],
             }
             for key, value in values.items():
-                found[key] = max(found.get(key, 0.0), float(value))
-    return found
+                metrics[key] = max(metrics.get(key, 0.0), float(value))
+    return metrics
 
 
 def growth(points: Sequence[tuple[float, float]], confidence: float = 0.95) -> tuple[float, float, float]:
@@ -103,7 +103,7 @@ def growth(points: Sequence[tuple[float, float]], confidence: float = 0.95) -> t
     blocks = [_slope(points[round(k * size) : round((k + 1) * size)]) for k in range(_BLOCKS)]
     if slope is None or None in blocks:
         return slope or 0.0, -math.inf, math.inf
-    slopes = [found for found in blocks if found is not None]
+    slopes = [block for block in blocks if block is not None]
     margin = _students_t(confidence) * stdev(slopes) / math.sqrt(_BLOCKS)
     return slope, min(slope, mean(slopes) - margin), max(slope, mean(slopes) + margin)
 
@@ -141,18 +141,16 @@ class GrowthWatch:
         """
         self.seconds.append(seconds)
         for node in nodes:
-            host, counted = node["host"], self._counted(node)
+            host, processes = node["host"], node["processes"]
+            counted = {
+                k: process for k, process in processes.items() if not (self.recycles and k.startswith("engine-"))
+            }
             if (pids := {process["pid"] for process in counted.values()}) != self.pids.get(host):
                 self.pids[host], self.memory[host] = pids, deque(maxlen=_KEPT)
             sizes = {name: process["proportional_bytes"] for name, process in counted.items()}
             self.memory[host].append((step, sizes, node["free_bytes"]))
             if step % _EVERY == 0 and (text := self._finding(host, max_steps - step)):
                 yield text
-
-    def _counted(self, node: NodeUsage) -> dict[str, ProcessUsage]:
-        """Return the processes whose growth counts."""
-        processes = node["processes"]
-        return {name: processes[name] for name in processes if not (self.recycles and name.startswith("engine-"))}
 
     def _finding(self, host: str, steps_left: int) -> str | None:
         whole = list(self.memory[host])

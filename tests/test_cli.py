@@ -190,7 +190,7 @@ def test_status_tells_a_live_run_from_one_that_ended(tmp_path: Path) -> None:
         ("stop", {"reason": "SIGTERM"}, "not running: stopped after step 22 (SIGTERM); the same command continues"),
         ("finish", {}, "not running: finished after step 22"),
     ):
-        journal.append(event, 22, **fields)  # type: ignore[call-overload]
+        journal.append(event, 22, **fields)
         assert re.search(rf"^state +{re.escape(shown)}", status.status(run), re.M)
     journal.append("resume", 20, stage="none", version="0")
     end = {"event": "end", "job": "7", "attempt": 1, "restart": 0, "nodes": ["a"], "time": time.time(), "code": 1}

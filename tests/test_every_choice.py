@@ -149,7 +149,7 @@ def _what_is_reset(cfg: DictConfig, folder: Path) -> Any:
         reset_optimizer=lambda: done.append("optimizer"),
         reference_sha256=lambda: "0" * 64,
     )
-    parts.resets._policy = policy
+    parts.resets.policy = policy
     parts.resets.perform(5, "at_steps", NoCheckpoints())
     return done
 

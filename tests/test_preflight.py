@@ -136,7 +136,8 @@ class Parts:
     def build(self, cfg: Any, *_: Any) -> Trainer:
         self.calls.append(("build",))
         alone, none = leader(), cast(Any, None)
-        checkpoints = SimpleNamespace(save=self.note("save"), load_all=self.note("load"), newest=lambda: Path("newest"))
+        store = SimpleNamespace(load=self.note("load"))
+        checkpoints = SimpleNamespace(save=self.note("save"), policy=store, newest=lambda: Path("newest"))
         rollouts = SimpleNamespace(
             publish=self.note("publish"), sleep=self.note("sleep"), collector=alone.only(lambda: "a collector")
         )

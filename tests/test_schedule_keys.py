@@ -25,7 +25,7 @@ SCHED = "model.optim.sched"
         ),
         (
             [f"{SCHED}.warmup_steps=7", f"{SCHED}.warmup_ratio=0.1"],
-            [f"{SCHED}.warmup_ratio=0.1: expected 0 beside {SCHED}.warmup_steps=7. Fix: set one of them"],
+            [f"{SCHED}.warmup_ratio=0.1: expected 0 together with {SCHED}.warmup_steps=7. Fix: set one of them"],
         ),
         (
             [f"{SCHED}.name=linear", f"{SCHED}.min_lr=1e-3"],

@@ -69,6 +69,7 @@ def test_what_is_missing_is_named_and_not_waited_for(tmp_path: Path, monkeypatch
     monkeypatch.setattr("nemo_prorl.lifecycle.step_traces._END_S", 1.0)
     (tmp_path / "endpoints").mkdir()
     (tmp_path / "endpoints" / "token").write_text("t" * 16)
+    (tmp_path / "endpoints" / "token").chmod(0o600)
     traces = StepTraces(tmp_path, [2], rank=0, ranks=2, services={"engine": 1})
     for step in (1, 2):
         with traces.step(step):
@@ -107,6 +108,7 @@ def test_a_step_s_trace_has_the_spans_of_services_and_of_all_ranks(tmp_path: Pat
     threading.Thread(target=server.serve_forever, daemon=True).start()
     (tmp_path / "endpoints").mkdir()
     (tmp_path / "endpoints" / "token").write_text("t" * 16 + "\n")
+    (tmp_path / "endpoints" / "token").chmod(0o600)
     url = f"http://127.0.0.1:{server.server_port}"
     (tmp_path / "endpoints" / "engine-0.json").write_text(json.dumps({**READY, "url": url, "kind": "engine"}))
     (tmp_path / "endpoints" / "rewards-0.json").write_text(json.dumps({**READY, "url": url, "kind": "rewards"}))
@@ -144,6 +146,7 @@ def test_the_trace_of_a_step_is_written_before_the_next_one_is_recorded(tmp_path
     threading.Thread(target=server.serve_forever, daemon=True).start()
     (tmp_path / "endpoints").mkdir()
     (tmp_path / "endpoints" / "token").write_text("t" * 16 + "\n")
+    (tmp_path / "endpoints" / "token").chmod(0o600)
     url = f"http://127.0.0.1:{server.server_port}"
     (tmp_path / "endpoints" / "engine-0.json").write_text(json.dumps({**READY, "url": url, "kind": "engine"}))
     traces = StepTraces(tmp_path, [1, 2], rank=0, ranks=1, services={"engine": 1})

@@ -24,7 +24,6 @@ from typing import Any
 
 from nemo_prorl.config import ResetRulesConfig
 
-ASKING = ("validation_drop", "plateau", "kl_spike")  # rules that may ask for a reset
 ADVISING = ("truncation", "length", "entropy", "kl_high")
 LEAST_DIFFERENCES = 12  # with fewer differences, their scatter is not used
 LEAST_BASELINE = 4  # evaluations
@@ -111,11 +110,11 @@ def policy_scores(scores: Mapping[Any, Mapping[str, Any]], resets: Iterable[Mapp
 
     If the reset after a step went back to an earlier step, the later step has the earlier step's score.
     """
-    found = {int(step): float(score["all"]["mean"]) for step, score in scores.items()}
+    by_step = {int(step): float(score["all"]["mean"]) for step, score in scores.items()}
     for reset in resets:
         if (back_to := reset.get("rolled_back_to")) is not None:
-            found[reset["step"]] = found[back_to]
-    return found
+            by_step[reset["step"]] = by_step[back_to]
+    return by_step
 
 
 def best_policy(
@@ -125,11 +124,11 @@ def best_policy(
 
     None if no such step has a score.  `steps`: consider these steps only; None: all.
     """
-    found = policy_scores(scores, resets)
+    by_step = policy_scores(scores, resets)
     if steps is not None:
-        found = {step: found[step] for step in steps if step in found}
+        by_step = {step: by_step[step] for step in steps if step in by_step}
     since = max((reset["step"] for reset in resets), default=0)
-    return max((step for step in found if step >= since), key=lambda step: (found[step], step), default=None)
+    return max((step for step in by_step if step >= since), key=lambda step: (by_step[step], step), default=None)
 
 
 def decide(history: History, rules: ResetRulesConfig) -> list[Finding]:
@@ -151,7 +150,7 @@ def _silent(finding: Finding, history: History, rules: ResetRulesConfig) -> bool
     pause = rules.cooldown_steps
     if finding.rule == "plateau":
         pause = max(pause, rules.plateau_steps)
-    elif finding.rule in ADVISING:  # a state that lasts is told at twice, four times, eight times its first step
+    elif finding.rule in ADVISING:  # a lasting state is reported at twice, four times, eight times its first step
         pause = max(pause, told - (history.began or 0 if history.last_reset is None else history.last_reset))
     return history.step - told < pause
 
@@ -228,7 +227,9 @@ def _drop(
     what = (
         f"{name} fell by {seen:.3g}, from {best:.3g} to {best - seen:.3g} over {width} evaluations (> {threshold:.3g})"
     )
-    return Finding("validation_drop", history.step, name, seen, threshold, "validation_drop" in rules.asks, what)
+    return Finding(
+        "validation_drop", history.step, name, seen, threshold, asks="validation_drop" in rules.asks, what=what
+    )
 
 
 def _plateau(history: History, rules: ResetRulesConfig, since: int) -> list[Finding]:
@@ -258,7 +259,7 @@ def _plateau(history: History, rules: ResetRulesConfig, since: int) -> list[Find
                     f" (< {rules.plateau_gain:g}), by the last {length} steps"
                 )
                 asks = "plateau" in rules.asks
-                return [Finding("plateau", history.step, "blend", seen, rules.plateau_gain, asks, what)]
+                return [Finding("plateau", history.step, "blend", seen, rules.plateau_gain, asks=asks, what=what)]
         length *= 2
     return []
 
@@ -284,7 +285,7 @@ def _kl_spike(history: History, rules: ResetRulesConfig) -> list[Finding]:
         return []
     what = f"KL rose to {high:.3g}, {high / usual:.3g} times the {usual:.3g} of the {len(before)} steps before"
     what += f" (> {threshold:.3g})"
-    return [Finding("kl_spike", history.step, "kl", high / usual, threshold, "kl_spike" in rules.asks, what)]
+    return [Finding("kl_spike", history.step, "kl", high / usual, threshold, asks="kl_spike" in rules.asks, what=what)]
 
 
 def _advice(history: History, rules: ResetRulesConfig) -> list[Finding]:
@@ -296,7 +297,7 @@ def _advice(history: History, rules: ResetRulesConfig) -> list[Finding]:
     found = []
 
     def tell(rule: str, key: str, seen: float, threshold: float, what: str) -> None:
-        found.append(Finding(rule, history.step, key, seen, threshold, False, what))
+        found.append(Finding(rule, history.step, key, seen, threshold, asks=False, what=what))
 
     for key, blocks in history.blocks.items():
         if len(history.open_block[key]) != BLOCK_STEPS:

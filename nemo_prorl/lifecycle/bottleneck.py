@@ -1,4 +1,4 @@
-"""The bottleneck of a step in words, from its line of metrics.jsonl."""
+"""The bottleneck of a step as text, from its line of metrics.jsonl."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -36,7 +36,7 @@ def bottleneck(steps: Sequence[Mapping[str, Any]]) -> str | None:
     )
     causes["waiting for engines that failed"] = sum(number(m, "time/rollout/lost_s") for m in steps)
     causes["waiting for rewards"] = sum(number(m, "time/rollout/reward_wait_s") for m in steps)
-    cause, longest = max(causes.items(), key=lambda one: one[1])
+    cause, longest = max(causes.items(), key=lambda item: item[1])
     return f"engines idle {100 * idle:.0f} %: {cause} ({100 * longest / seconds:.0f} % of the step)"
 
 
@@ -65,10 +65,10 @@ def _held_up(m: Mapping[str, Any], phase: str) -> float:
     seconds = number(m, phase)
     if "time/ahead" not in m or phase == "time/publish":
         return seconds
-    beside = sum(number(m, f"time/{name}") for name in _TRAINER if name != "publish")
+    phases_s = sum(number(m, f"time/{name}") for name in _TRAINER if name != "publish")
     own = sum(number(m, f"time/rollout/{name}_s") for name in ("tail", "lost", "reward_wait"))
     waited = number(m, "time/ahead/engines_wait_s") + max(0.0, number(m, "time/rollout/idle_s") - own)
-    return waited * seconds / beside if beside else 0.0
+    return waited * seconds / phases_s if phases_s else 0.0
 
 
 def number(metrics: Mapping[str, Any], key: str) -> float:

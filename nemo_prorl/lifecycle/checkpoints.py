@@ -2,19 +2,20 @@
 
 A part is any object with `state_dict` and `load_state_dict`; `rank.build` names all parts.
 `policy.checkpoint_files` lists the files of a checkpoint and their writers.  All trainer ranks must
-call the methods of `Checkpoints` together, except `drain`.
+call the methods of `Checkpoints` together.
 """
 
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
 
 from nemo_prorl import __version__
-from nemo_prorl.algorithms.reset_rules import policy_scores
+from nemo_prorl.algorithms.reset_rules import best_policy, policy_scores
 from nemo_prorl.config import Config
 from nemo_prorl.errors import DAMAGED, DamagedCheckpoint
 from nemo_prorl.leader import Leader, LeaderOnly
@@ -25,6 +26,9 @@ from nemo_prorl.lifecycle.validation import Validation
 from nemo_prorl.rewards.functions import files_sha256
 from nemo_prorl.schema import Sha256
 from nemo_prorl.tracing import RECORDER
+
+if TYPE_CHECKING:
+    from nemo_prorl.policy.checkpoint_files import PolicyStore
 
 _log = logging.getLogger(__name__)
 
@@ -46,74 +50,55 @@ class ImportedState(TypedDict):
     imported_from: str
 
 
+@dataclass(eq=False, repr=False)
 class LeaderState:
     """A `Stateful` on every rank for a part that exists on rank 0 only, such as the data blend.
 
     All trainer ranks must call each method together.
     """
 
-    def __init__(self, part: LeaderOnly[Any]) -> None:
-        self._part = part
+    part: LeaderOnly[Any]
 
     def state_dict(self) -> Mapping[str, Any]:
-        return self._part.call(lambda part: part.state_dict())
+        return self.part.call(lambda part: part.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._part.call(lambda part: part.load_state_dict(state))
+        self.part.call(lambda part: part.load_state_dict(state))
 
     def carry(self, state: dict[str, Any]) -> None:
         """Begin a stage: give the part the state that the same part had at the end of the previous stage."""
-        self._part.call(lambda part: part.carry(state))
+        self.part.call(lambda part: part.carry(state))
 
 
-class StoredPolicy(Protocol):
-    """The methods of `policy.checkpoint_files.PolicyStore` that checkpoints use."""
-
-    def save(self, folder: Path, state: dict[str, Any], on_complete: Callable[[], object] | None = None) -> None: ...
-    def wait(self) -> None: ...
-    def drain(self, seconds: float) -> None: ...
-    def load(self, folder: Path) -> dict[str, Any]: ...
-    def load_policy(self, folder: Path) -> dict[str, Any]: ...
-
-
+@dataclass(eq=False, repr=False)
 class Checkpoints:
     """The checkpoints of a run, RUN/checkpoints/step-NNNNNN."""
 
-    def __init__(
-        self,
-        cfg: Config,
-        folder: Path,
-        policy: StoredPolicy,
-        parts: Mapping[str, Stateful],
-        validation: Validation,
-        resets: Resets,
-        records: Records,
-        leader: Leader,
-    ) -> None:
-        """Set up the checkpoints of a run in `folder`.
+    cfg: Config
+    folder: Path
+    policy: "PolicyStore"  # writes and loads the files of any checkpoint
+    parts: Mapping[str, Stateful]  # by their names in state.json, in the order of loading
+    validation: Validation  # its scores decide which checkpoints are kept (`trainer.grpo.keep_best`)
+    resets: Resets  # they decide which checkpoints a roll-back needs
+    records: Records
+    leader: Leader
 
-        Args:
-            parts: parts of the run by their name in state.json, in the order of loading.
-            validation: its scores decide which checkpoints are kept (`trainer.grpo.keep_best`).
-            resets: its resets decide which checkpoints a roll-back needs.
-        """
-        self._cfg, self._folder, self._policy, self._parts = cfg, folder, policy, parts
-        self._validation, self._resets, self._records = validation, resets, records
-        self._disk = leader.only(
-            lambda: folder
-        )  # only rank 0 reads it: a slow shared disk may show other ranks older files
-        self._saved: object = None  # key of the newest checkpoint
+    def __post_init__(self) -> None:
+        # Only rank 0 reads the folder, because a slow shared disk may show other ranks older files.
+        self.disk = self.leader.only(lambda: self.folder)
+        self.saved: object = None  # key of the newest checkpoint
         code_sha256()  # hash of the running code: the files may change later
-        own = {"loss": cfg.trainer.grpo.loss, "advantage": cfg.trainer.grpo.advantage}
-        self._functions = files_sha256({**cfg.rewards.functions, **own})
+        grpo = self.cfg.trainer.grpo
+        own = {"loss": grpo.loss, "advantage": grpo.advantage}
+        self.functions = files_sha256({**self.cfg.rewards.functions, **own})
 
     # --- resume and start of a stage -----------------------------------------------------------------------------
 
     def newest(self) -> Path | None:
         """Remove unfinished checkpoints; return the newest complete one, or None."""
-        self._disk.call(retention.clean)
-        found = self._disk.call(retention.complete)
-        return found[-1] if found else None
+        self.disk.call(retention.clean)
+        complete = self.disk.call(retention.complete)
+        return complete[-1] if complete else None
 
     def resume(self, folder: Path) -> None:
         """Load the policy and all parts.  The run continues exactly as without the interruption.
@@ -123,33 +108,29 @@ class Checkpoints:
         """
         try:
             retention.check_continuable(folder)
-            state = self._policy.load(folder)
+            state = self.policy.load(folder)
         except DamagedCheckpoint:
             if "SLURM_JOB_ID" in os.environ and retention.set_aside(folder):
                 _log.error("%s is damaged; it is now %s%s", folder, folder.name, DAMAGED)
             raise
-        for name, part in self._parts.items():
+        for name, part in self.parts.items():
             part.load_state_dict(state[name])
-        self._saved = self._key(state["step"])
-        self._records.event("resume", state["step"], stage=self._cfg.stage, version=__version__)
+        self.saved = self._key(state["step"])
+        self.records.event("resume", state["step"], stage=self.cfg.stage, version=__version__)
         if state["code"] != code_sha256():
-            self._records.alarm(
-                state["step"], "the code is not that which wrote the checkpoint: the run goes on, perhaps not exactly"
+            self.records.alarm(
+                state["step"], "this code differs from the code that wrote the checkpoint; results may differ"
             )
         for file, digest in state.get("functions", {}).items():
-            if self._functions.get(file, digest) != digest:
-                self._records.alarm(
+            if self.functions.get(file, digest) != digest:
+                self.records.alarm(
                     state["step"], f"{file} was changed after the checkpoint: later steps follow another rule"
                 )
 
     def tell_damaged(self, step: int) -> None:
         """Alarm for each checkpoint of a step after `step` that was set aside: the run computes its steps again."""
-        for path in self._disk.call(partial(retention.damaged_after, step=step)):
-            self._records.alarm(step, f"{path} was damaged; the run goes on from the checkpoint of step {step}")
-
-    def load_all(self, folder: Path) -> dict[str, Any]:
-        """Load policy, reference and optimizer from any run's checkpoint; return its state.json."""
-        return self._policy.load(folder)
+        for path in self.disk.call(partial(retention.damaged_after, step=step)):
+            self.records.alarm(step, f"{path} was damaged; the run goes on from the checkpoint of step {step}")
 
     def carry(self, state: Mapping[str, Any]) -> None:
         """Begin a stage with the data position and the keep rates of the previous stage.
@@ -158,15 +139,15 @@ class Checkpoints:
             state: state.json of the previous stage's newest checkpoint.
         """
         for name in ("prompts", "rollouts"):
-            self._parts[name].carry(state[name])  # type: ignore[attr-defined]
+            self.parts[name].carry(state[name])  # type: ignore[attr-defined]
 
     def load_policy(self, step: int) -> None:
         """Load the weights of an earlier step of this run, for a roll-back."""
-        self._policy.load_policy(retention.step_folder(self._folder, step))
+        self.policy.load_policy(retention.step_folder(self.folder, step))
 
     def has(self, step: int) -> bool:
         """Return whether the checkpoint of this step is complete and kept."""
-        return self._disk.call(lambda folder: retention.step_folder(folder, step) in retention.complete(folder))
+        return self.disk.call(lambda folder: retention.step_folder(folder, step) in retention.complete(folder))
 
     # --- saving ----------------------------------------------------------------------------------------------------
 
@@ -176,10 +157,10 @@ class Checkpoints:
         A run writes checkpoints every `checkpoint_every` steps, after the last step, and, with `keep_best`, after the
         best validation so far.  Step 0, the start of the run, gets a checkpoint only if a roll-back could return to it.
         """
-        grpo = self._cfg.trainer.grpo
-        is_best = step in self._validation.scores and step == self._validation.best_step(self._resets.done)
+        grpo = self.cfg.trainer.grpo
+        is_best = step in self.validation.scores and step == best_policy(self.validation.scores, self.resets.done)
         if step == 0:
-            return grpo.keep_best > 0 and is_best and self._cfg.trainer.resets.roll_back
+            return grpo.keep_best > 0 and is_best and self.cfg.trainer.resets.roll_back
         return step % grpo.checkpoint_every == 0 or step == grpo.max_steps or (grpo.keep_best > 0 and is_best)
 
     def save(self, step: int, wait: bool = False) -> None:
@@ -189,46 +170,37 @@ class Checkpoints:
         the method returns only when the checkpoint is complete.
         """
         with RECORDER.span("checkpoint", "phase"):
-            if self._saved != (key := self._key(step)):
+            if self.saved != (key := self._key(step)):
                 self._save(step)
-                self._saved = key
+                self.saved = key
             if wait:
                 self.wait()
 
     def _save(self, step: int) -> None:
         began = time.monotonic()
-        about = {"step": step, "stage": self._cfg.stage, "version": __version__, "code": code_sha256()}
-        state = {
-            **about,
-            "functions": self._functions,
-            **{name: part.state_dict() for name, part in self._parts.items()},
-        }
-        self._policy.save(retention.step_folder(self._folder, step), state, partial(self._retain, *self._kept()))
-        self._records.checkpoint_took(time.monotonic() - began)
+        about = {"step": step, "stage": self.cfg.stage, "version": __version__, "code": code_sha256()}
+        state = about | {"functions": self.functions} | {name: p.state_dict() for name, p in self.parts.items()}
+        best, done = best_policy(self.validation.scores, self.resets.done), self.resets.done
+        grpo, roll_back = self.cfg.trainer.grpo, self.cfg.trainer.resets.roll_back
+        retain = partial(
+            retention.retain,
+            self.folder,
+            policy_scores(self.validation.scores, done),
+            newest=grpo.keep_checkpoints,
+            best=grpo.keep_best,
+            budget=None if grpo.checkpoint_budget_gb is None else int(grpo.checkpoint_budget_gb * 1e9),
+            needed=[best] if best is not None and roll_back else [],
+        )
+        self.policy.save(retention.step_folder(self.folder, step), state, retain)
+        self.records.checkpoint_s += time.monotonic() - began
 
     def _key(self, step: int) -> object:
         """Return (step, whether its line of metrics.jsonl is still to be written, number of hard resets).
 
         `save` writes a checkpoint only if this key differs from the key of the newest checkpoint.
         """
-        return step, self._parts["trainer"].state_dict()["unfinished"] is not None, len(self._resets.done)
-
-    def _kept(self) -> tuple[dict[int, float], list[int]]:
-        """Return {step: mean validation score} to rank the checkpoints, and the steps that a roll-back may need."""
-        best = self._validation.best_step(self._resets.done)
-        needed = [best] if best is not None and self._cfg.trainer.resets.roll_back else []
-        return policy_scores(self._validation.scores, self._resets.done), needed
-
-    def _retain(self, scores: dict[int, float], needed: list[int]) -> None:
-        """Remove checkpoints by the limits in `trainer.grpo`, as `retention.to_remove` explains."""
-        grpo = self._cfg.trainer.grpo
-        budget = None if grpo.checkpoint_budget_gb is None else int(grpo.checkpoint_budget_gb * 1e9)
-        retention.retain(self._folder, scores, grpo.keep_checkpoints, grpo.keep_best, budget, needed=needed)
+        return step, self.parts["trainer"].state_dict()["unfinished"] is not None, len(self.resets.done)
 
     def wait(self) -> None:
         """Wait until the last checkpoint is complete.  Raises CheckpointError if a write failed."""
-        self._policy.wait()
-
-    def drain(self, seconds: float) -> None:
-        """After a failure, give a running write this many seconds to end.  Not a collective."""
-        self._policy.drain(seconds)
+        self.policy.wait()

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import ConfigError, DeadlineExceeded, ProrlError, RewardFailure
 from nemo_prorl.files import Tail, last_objects, write_json
-from nemo_prorl.lifecycle.journal_events import AnswerFields, AnswerStatus, RequestKind
+from nemo_prorl.lifecycle.journal_events import AnswerStatus, RequestKind
 from nemo_prorl.lifecycle.records import Journal
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.schema import Constraint
@@ -105,7 +105,9 @@ class Requests:
         Args:
             alarm: called with the step and a text if a file is not a valid request.
         """
-        self.folder, self._journal, self._alarm = run_dir / "control", journal, alarm
+        self.folder = run_dir / "control"
+        self._journal = journal
+        self._alarm = alarm
         self.folder.mkdir(exist_ok=True)
         (self.folder / "host").write_text(socket.gethostname() + "\n")
         self._began = _modified(run_dir / ".lock")
@@ -159,18 +161,12 @@ class Requests:
 
     def answer(self, request: Request, step: int, status: AnswerStatus, detail: str) -> None:
         """Write the answer into the journal, then remove the request's file."""
-        answer: AnswerFields = {
-            "request": request.id,
-            "what": request.what,
-            "status": status,
-            "detail": detail,
-            "user": request.user,
-            "host": request.host,
-        }
-        self._journal.append("control", step, **answer)
+        what, user, host = request.what, request.user, request.host
+        self._journal.append(
+            "control", step, request=request.id, what=what, status=status, detail=detail, user=user, host=host
+        )
         self._answered.add(request.id)
-        sender = f"{request.user}@{request.host}"
-        _log.info("control request %s (%s, sent by %s): %s", request.id, request.what, sender, detail)
+        _log.info("control request %s (%s, sent by %s@%s): %s", request.id, what, user, host, detail)
         self._remove(self._file(request))
 
     def close(self, step: int) -> None:
@@ -187,23 +183,23 @@ class Requests:
 
         Remove the files of requests that were answered before.
         """
-        found: list[Request] = []
+        requests: list[Request] = []
         try:
             names = sorted(name for name in os.listdir(self.folder) if name.endswith(".json") and name[0] != ".")
         except OSError as error:  # a shared disk may fail for a moment; the next step tries again
             _log.warning("%s cannot be read: %s", self.folder, error)
-            return found
+            return requests
         for name in names:
             if name[:-5] in self._answered:
                 self._remove(self.folder / name)
                 continue
             try:
-                found.append(Request.parse(_content(self.folder / name), name))
+                requests.append(Request.parse(_content(self.folder / name), name))
             except FileNotFoundError:
                 continue  # the sender deleted it
             except (ValueError, OSError) as error:
                 self._put_aside(step, name, error)
-        return sorted(found, key=lambda request: (request.time, request.id))
+        return sorted(requests, key=lambda request: (request.time, request.id))
 
     def _put_aside(self, step: int, name: str, error: Exception) -> None:
         bad = self.folder / "bad"
@@ -239,33 +235,25 @@ def reset_reason(requests: Sequence[Request], reason: str | None) -> str | None:
     return "; ".join([*([reason] if reason else []), *named]) or None
 
 
+@dataclass(eq=False, repr=False)
 class Control:
     """Serves the requests that users send to the run with `prorl control`, on all ranks alike.
 
     The methods are collectives of all trainer ranks.
     """
 
-    def __init__(
-        self,
-        requests: "LeaderOnly[Requests]",
-        validation: "Validation",
-        checkpoints: "Checkpoints",
-        stopping: "Stopping",
-    ) -> None:
-        self._requests, self._validation = requests, validation
-        self._checkpoints, self._stopping = checkpoints, stopping
+    requests: "LeaderOnly[Requests]"
+    validation: "Validation"
+    checkpoints: "Checkpoints"
+    stopping: "Stopping"
 
     def settle(self, step: int, reset_reasons: Sequence[str]) -> None:
-        """At a start, answer the requests of an earlier process that this process will not serve.
-
-        Args:
-            reset_reasons: reasons of the resets that the loaded checkpoint contains.
-        """
-        self._requests.call(lambda requests: requests.settle(step, reset_reasons))
+        """At a start, answer the requests of an earlier process (`Requests.settle`)."""
+        self.requests.call(lambda requests: requests.settle(step, reset_reasons))
 
     def pending(self, step: int) -> list[Request]:
         """Return the requests to serve after this step, the same on all ranks."""
-        return self._requests.call(lambda requests: requests.pending(step))
+        return self.requests.call(lambda requests: requests.pending(step))
 
     def serve(self, requests: Sequence[Request], step: int) -> None:
         """Serve and answer the requests, after the step, its hard reset and its checkpoint.
@@ -274,31 +262,31 @@ class Control:
         """
         for request in requests:
             status, detail = self._serve_one(request, step)
-            self._requests.call(partial(Requests.answer, request=request, step=step, status=status, detail=detail))
+            self.requests.call(partial(Requests.answer, request=request, step=step, status=status, detail=detail))
 
     def _serve_one(self, request: Request, step: int) -> tuple[AnswerStatus, str]:
         """Serve a request; return the status and the detail of its answer."""
         if request.what == "validate":
-            if not self._validation.has_prompts:
+            if not self.validation.has_prompts:
                 return "refused", "the run has no held-out prompts (data.validation is empty)"
             try:
-                scores = self._validation.judge(Metrics(step, ""))
+                scores = self.validation.judge(Metrics(step, ""))
             except RewardFailure as error:  # a requested validation must not end the run
                 return "refused", str(error)
             tasks = ", ".join(f"{name} {score['mean']:.4f}" for name, score in scores["tasks"].items())
             return "done", f"held-out mean reward after step {step}: {scores['all']['mean']:.4f} ({tasks})"
         if request.what == "checkpoint":
-            self._checkpoints.save(step, wait=True)
+            self.checkpoints.save(step, wait=True)
             return "done", f"checkpoint of step {step}"
         if request.what == "stop":
-            self._checkpoints.save(step, wait=True)
-            self._stopping.request_stop(f"control {request.id}")
+            self.checkpoints.save(step, wait=True)
+            self.stopping.request_stop(f"control {request.id}")
             return "done", f"stopped after step {step}; the same command continues"
         return "done", f"hard reset after step {step}"
 
     def close(self, step: int) -> None:
         """At a clean end, answer the requests that are left with `dropped`."""
-        self._requests.run_on_leader(lambda requests: requests.close(step))
+        self.requests.run_on_leader(lambda requests: requests.close(step))
 
 
 def _content(path: Path) -> bytes:

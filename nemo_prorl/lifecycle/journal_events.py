@@ -1,7 +1,4 @@
-"""Types of the lines of journal.jsonl, shared with state.json and summary.json.
-
-A class `...Fields` has the fields that the caller of `Journal.append` gives; `Journal` adds event, step and time.
-"""
+"""Types of the lines of journal.jsonl, shared with state.json and summary.json."""
 
 from typing import Literal, NotRequired, TypedDict
 
@@ -28,8 +25,8 @@ class _Line(TypedDict):
     time: Time
 
 
-class StartFields(TypedDict):
-    """Fields of an event `start` or `resume`, in addition to its step and time."""
+class Start(_Line):
+    """A run begins, or continues from the checkpoint of `step`."""
 
     stage: str
     """name of the stage (configuration key `stage`)"""
@@ -39,11 +36,6 @@ class StartFields(TypedDict):
     """checkpoint of the previous stage"""
     weights_sha256: NotRequired[Sha256]
     """hash of that checkpoint's weights"""
-
-
-class Start(_Line, StartFields):
-    """A run begins, or continues from the checkpoint of `step`."""
-
     event: Literal["start", "resume"]
 
 
@@ -53,21 +45,14 @@ class Validated(_Line, HeldOutScores):
     event: Literal["validation"]
 
 
-class ReasonFields(TypedDict):
-    """The reason of an event."""
-
-    reason: str
-
-
-class Reasoned(_Line, ReasonFields):
+class Reasoned(_Line):
     """An event with a reason: a hard reset begins after `step`, or the run stops cleanly or fails after it."""
 
+    reason: str
     event: Literal["reset_intent", "stop", "failure"]
 
 
-class ResetFields(TypedDict):
-    """A completed hard reset; the step after which it was made is a separate field."""
-
+class _ResetFields(TypedDict):
     reason: str
     reference_sha256: Sha256
     """hash of the weights of the reference policy after the reset"""
@@ -75,28 +60,23 @@ class ResetFields(TypedDict):
     """the step whose weights were taken, with trainer.resets.roll_back"""
 
 
-class Reset(ResetFields):
+class Reset(_ResetFields):
     """A completed hard reset."""
 
     step: Count
     """0: at the start of a stage"""
 
 
-class ResetCommit(_Line, ResetFields):
+class ResetCommit(_Line, _ResetFields):
     """The checkpoint that contains a hard reset is complete."""
 
     event: Literal["reset_commit"]
 
 
-class AlarmFields(TypedDict):
+class Alarm(_Line):
     """A condition that needs a person's attention."""
 
     what: str
-
-
-class Alarm(_Line, AlarmFields):
-    """A condition that needs a person's attention."""
-
     event: Literal["alarm"]
 
 
@@ -104,24 +84,19 @@ RequestKind = Literal["reset", "validate", "checkpoint", "stop"]
 AnswerStatus = Literal["done", "refused", "dropped"]
 
 
-class AnswerFields(TypedDict):
-    """A request of `prorl control` and the answer of the run."""
+class Answer(_Line):
+    """The answer to a request of `prorl control`."""
 
     request: str
     """id of the request"""
     what: RequestKind
     status: AnswerStatus
     detail: str
-    """result of the request, or the cause of the refusal, in words"""
+    """result of the request, or the cause of the refusal, as text"""
     user: str
     """user who sent the request"""
     host: str
     """machine from which the request was sent"""
-
-
-class Answer(_Line, AnswerFields):
-    """The answer to a request of `prorl control`."""
-
     event: Literal["control"]
 
 

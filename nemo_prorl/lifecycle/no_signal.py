@@ -12,7 +12,7 @@ _NOISE = 0.8  # share of responses without an end that a model without skill wri
 
 
 def diagnosis(metrics: Metrics, past: Sequence[Mapping[str, Any]], responses: Sequence[Mapping[str, Any]]) -> str:
-    """Return what the judged groups of a step have in common, the cause, its cure, and where the responses are.
+    """Return what the judged groups of a step have in common, the cause, its fix, and where the responses are.
 
     Args:
         past: lines of metrics.jsonl of the steps before.
@@ -72,6 +72,6 @@ def _collapse(past: Sequence[Mapping[str, Any]]) -> str:
 
 def _common_detail(responses: Sequence[Mapping[str, Any]]) -> str:
     """Return the verdict on most responses if it says that the answer is missing; otherwise ""."""
-    details = Counter(str(one["verdict"].get("detail") or "") for one in responses)
+    details = Counter(str(response["verdict"].get("detail") or "") for response in responses)
     detail, count = details.most_common(1)[0] if details else ("", 0)
     return detail if detail.startswith("no ") and 2 * count > len(responses) else ""

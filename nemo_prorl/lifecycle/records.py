@@ -6,22 +6,15 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, TypedDict
 
 import nemo_prorl
 from nemo_prorl.config import Config
-from nemo_prorl.files import read_objects, write_json
-from nemo_prorl.lifecycle.journal_events import (
-    AlarmFields,
-    AnswerFields,
-    HeldOutScores,
-    ReasonFields,
-    Reset,
-    ResetFields,
-    StartFields,
-)
+from nemo_prorl.files import json_lines, read_objects, write_json
+from nemo_prorl.lifecycle.journal_events import HeldOutScores, Reset
 from nemo_prorl.lifecycle.summary import summary
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.schema import Amount, Count
@@ -49,36 +42,35 @@ class RecordsState(TypedDict):
     """seconds that training waited for checkpoints"""
 
 
+@dataclass(eq=False, repr=False)
 class Records:
     """The metrics, journal and summary of a run.  Each rank has this object; only rank 0 writes.
 
     Each checkpoint stores the length of metrics.jsonl; a resume removes the lines of later steps from the file.
     """
 
-    def __init__(self, cfg: Config, run_dir: Path, writes: bool, loggers: Iterable[Any] = (), devices: int = 1) -> None:
-        """Open the records of a run.
+    cfg: Config
+    dir: Path  # the run directory
+    writes: bool  # whether this rank writes the files; True on rank 0 only
+    loggers: Sequence[Any] = ()  # Lightning's, which also get the metrics of each step
+    devices: int = 1  # number of devices of the run, by which its speed is divided
 
-        Args:
-            writes: whether this rank writes the files; True on rank 0 only.
-            loggers: Lightning loggers, which also get the metrics of each step.
-            devices: number of devices of the run, by which its speed is divided.
-        """
-        self.dir, self._cfg, self._writes, self._loggers = run_dir, cfg, writes, list(loggers)
-        self._devices = devices
-        self._journal, self._metrics = Journal(run_dir, writes), run_dir / "metrics.jsonl"
-        if writes:
+    def __post_init__(self) -> None:
+        self._journal = Journal(self.dir, self.writes)
+        self._metrics = self.dir / "metrics.jsonl"
+        if self.writes:
             self._metrics.touch()
         self.event = self._journal.append
-        self._checkpoint_s = 0.0
-        self._growth = GrowthWatch(recycles=cfg.rollout.recycle_gb is not None)
+        self.checkpoint_s = 0.0  # seconds that training waited for checkpoints
+        self._growth = GrowthWatch(recycles=self.cfg.rollout.recycle_gb is not None)
 
     def events(self) -> list[dict[str, Any]]:
         """Return the journal's events so far; an empty list on ranks other than 0."""
-        return self._journal.events() if self._writes else []
+        return self._journal.events() if self.writes else []
 
     def alarm(self, step: int, what: str) -> None:
         """Write a condition that needs a person's attention to the log and the journal."""
-        if self._writes:
+        if self.writes:
             _log.warning("step %d: %s", step, what)
             self.event("alarm", step, what=what)
 
@@ -88,23 +80,23 @@ class Records:
         metrics.put("time/step", seconds)
         if "time/updates/tokens" in metrics:
             rate = metrics["time/updates/tokens"] / max(seconds, 1e-9)
-            metrics.put("time/step/tokens_per_s_per_device", rate / self._devices)
-        if not self._writes:
+            metrics.put("time/step/tokens_per_s_per_device", rate / self.devices)
+        if not self.writes:
             return
         nodes = newest(self.dir / "endpoints")
         metrics.add("system", totals(nodes))
-        for finding in self._growth.observe(metrics.step, seconds, nodes, self._cfg.trainer.grpo.max_steps):
+        for finding in self._growth.observe(metrics.step, seconds, nodes, self.cfg.trainer.grpo.max_steps):
             self.alarm(metrics.step, f"memory will be full before the last step: {finding}")
         values = metrics.as_json()
         with self._metrics.open("a") as file:
             file.write(json.dumps(values) + "\n")
         numbers = {k: v for k, v in values.items() if isinstance(v, float)}
-        for logger in self._loggers:
+        for logger in self.loggers:
             logger.log_metrics(numbers, step=metrics.step)
 
     def lines(self) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl; an empty list on ranks other than 0."""
-        return [json.loads(line) for line in self._metrics.read_text().splitlines()] if self._writes else []
+        return [json.loads(line) for line in self._metrics.read_text().splitlines()] if self.writes else []
 
     def rollouts(
         self,
@@ -121,29 +113,26 @@ class Records:
                 left out.
             judged_text: returns the text that verifiers get, from the token ids of a prompt and of a response.
         """
-        most = self._cfg.trainer.grpo.save_rollout_groups
-        if self._writes and most != 0:
+        most = self.cfg.trainer.grpo.save_rollout_groups
+        if self.writes and most != 0:
             first = sorted([*groups, *dropped], key=lambda group: group.draw_index)[: None if most < 0 else most]
             write_rollouts(self.dir, step, first, {group.draw_index for group in groups}, judged_text)
 
     def stored_responses(self, step: int) -> list[dict[str, Any]]:
         """Return the lines of rollouts/step-N.jsonl; an empty list if the step has none, and on ranks other than 0."""
         file = self.dir / "rollouts" / f"step-{step}.jsonl"
-        return read_objects(file) if self._writes else []
+        return read_objects(file) if self.writes else []
 
-    def disagreements(self, step: int, found: Sequence[dict[str, Any]]) -> None:
+    def disagreements(self, step: int, responses: Sequence[dict[str, Any]]) -> None:
         """Write the responses of a step on which a second verifier disagrees; a repeated step replaces its file."""
-        if not self._writes:
+        if not self.writes:
             return
         path = self.dir / "disagreements" / f"step-{step}.jsonl"
-        if found:
+        if responses:
             path.parent.mkdir(exist_ok=True)
-            path.write_text("".join(json.dumps(one) + "\n" for one in found))
+            path.write_text(json_lines(responses))
         else:
             path.unlink(missing_ok=True)
-
-    def checkpoint_took(self, seconds: float) -> None:
-        self._checkpoint_s += seconds
 
     def summary(
         self,
@@ -158,9 +147,17 @@ class Records:
             scores: validations by step.
             hashes: hashes of the weights, if the run is finished.
         """
-        if self._writes:
-            cfg = self._cfg
-            value = summary(step, cfg.stage, cfg.seed, scores, resets, self.lines(), self._checkpoint_s, hashes)
+        if self.writes:
+            value = summary(
+                step=step,
+                stage=self.cfg.stage,
+                seed=self.cfg.seed,
+                scores=scores,
+                resets=resets,
+                lines=self.lines(),
+                checkpoint_s=self.checkpoint_s,
+                hashes=hashes,
+            )
             write_json(self.dir / "summary.json", value)
 
     def begin(self) -> None:
@@ -168,10 +165,10 @@ class Records:
         self._cut(0)
 
     def state_dict(self) -> RecordsState:
-        return {"metrics_bytes": self._length() if self._writes else 0, "checkpoint_s": self._checkpoint_s}
+        return {"metrics_bytes": self._length() if self.writes else 0, "checkpoint_s": self.checkpoint_s}
 
     def load_state_dict(self, state: RecordsState) -> None:
-        self._checkpoint_s = float(state["checkpoint_s"])
+        self.checkpoint_s = float(state["checkpoint_s"])
         self._cut(state["metrics_bytes"])
 
     def _length(self) -> int:
@@ -182,7 +179,7 @@ class Records:
 
     def _cut(self, length: int) -> None:
         """Move everything after `length` bytes of metrics.jsonl to metrics.lost.jsonl, on rank 0."""
-        data = self._metrics.read_bytes() if self._writes else b""
+        data = self._metrics.read_bytes() if self.writes else b""
         if len(data) > length:
             lost = self.dir / "metrics.lost.jsonl"
             with lost.open("ab") as file:
@@ -202,32 +199,16 @@ class Journal:
     """
 
     def __init__(self, run_dir: Path, writes: bool = True) -> None:
-        self.path, self._writes = run_dir / "journal.jsonl", writes
+        self.path = run_dir / "journal.jsonl"
+        self._writes = writes
 
-    @overload
-    def append(self, event: Literal["start", "resume"], step: int, **fields: Unpack[StartFields]) -> None: ...
-    @overload
-    def append(self, event: Literal["validation"], step: int, **fields: Unpack[HeldOutScores]) -> None: ...
-    @overload
-    def append(
-        self, event: Literal["reset_intent", "stop", "failure"], step: int, **fields: Unpack[ReasonFields]
-    ) -> None: ...
-    @overload
-    def append(self, event: Literal["reset_commit"], step: int, **fields: Unpack[ResetFields]) -> None: ...
-    @overload
-    def append(self, event: Literal["alarm"], step: int, **fields: Unpack[AlarmFields]) -> None: ...
-    @overload
-    def append(self, event: Literal["control"], step: int, **fields: Unpack[AnswerFields]) -> None: ...
-    @overload
-    def append(self, event: Literal["finish"], step: int) -> None: ...
     def append(self, event: str, step: int, **fields: Any) -> None:
-        if not self._writes:
-            return
-        line = json.dumps({"event": event, "step": step, "time": time.time(), **fields})
-        with self.path.open("a") as f:
-            f.write(line + "\n")
-            f.flush()
-            os.fsync(f.fileno())
+        """Append an event with the fields of its class in `journal_events`."""
+        if self._writes:
+            with self.path.open("a") as file:
+                file.write(json.dumps({"event": event, "step": step, "time": time.time(), **fields}) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
 
     def events(self) -> list[dict[str, Any]]:
         """Return the events of all complete lines; leave out a last line that a kill cut short."""
@@ -249,11 +230,16 @@ def write_rollouts(
     """
     folder = run_dir / "rollouts"
     folder.mkdir(exist_ok=True)
-    lines = []
-    for group in groups:
-        for response, verdict in zip(group.responses, group.verdicts, strict=True):
-            text = judged_text(group.prompt_ids, response.token_ids)
-            request = {**group.record, "response": text, "finished": response.finished}
-            verdict_and_use = {"verdict": verdict, "trained": group.draw_index in trained}
-            lines.append(json.dumps({**request, **verdict_and_use, "version": response.weight_version}))
-    (folder / f"step-{step}.jsonl").write_text("".join(line + "\n" for line in lines))
+    lines = [
+        {
+            **group.record,
+            "response": judged_text(group.prompt_ids, response.token_ids),
+            "finished": response.finished,
+            "verdict": verdict,
+            "trained": group.draw_index in trained,
+            "version": response.weight_version,
+        }
+        for group in groups
+        for response, verdict in zip(group.responses, group.verdicts, strict=True)
+    ]
+    (folder / f"step-{step}.jsonl").write_text(json_lines(lines))

@@ -10,11 +10,11 @@ checkpoint, and `settle` adds `reset_commit`.
 """
 
 import logging
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict
-from typing import Annotated, Any, Protocol, TypedDict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
-from nemo_prorl.algorithms.reset_rules import Finding, History, decide
+from nemo_prorl.algorithms.reset_rules import Finding, History, best_policy, decide
 from nemo_prorl.config import ResetsConfig
 from nemo_prorl.errors import ResetFailure
 from nemo_prorl.leader import Leader
@@ -27,8 +27,10 @@ from nemo_prorl.metrics import Metrics
 from nemo_prorl.rollout.rollouts import Rollouts
 from nemo_prorl.schema import JsonOf
 
-_log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from nemo_prorl.lifecycle.checkpoints import Checkpoints
 
+_log = logging.getLogger(__name__)
 
 FindingJson = Annotated[dict[str, Any], JsonOf(Finding)]
 
@@ -44,49 +46,26 @@ class ResetsState(TypedDict):
     """findings of the rules for hard resets"""
 
 
-class _ResetPolicy(Protocol):
-    def set_reference(self) -> None: ...
-    def reset_optimizer(self) -> None: ...
-    def reference_sha256(self) -> str: ...
-
-
-class _Saves(Protocol):
-    """The methods of `lifecycle.checkpoints.Checkpoints` that resets use."""
-
-    def save(self, step: int, wait: bool = False) -> None: ...
-    def wait(self) -> None: ...
-    def has(self, step: int) -> bool: ...
-    def load_policy(self, step: int) -> None: ...
-
-
+@dataclass(eq=False, repr=False)
 class Resets:
     """Decides on hard resets and makes them; each checkpoint contains its state.
 
     Only rank 0 has the metrics history that the rules need; all ranks receive the decision.
     """
 
-    def __init__(
-        self,
-        config: ResetsConfig,
-        kl_allowed: float,
-        policy: _ResetPolicy,
-        rollouts: Rollouts,
-        validation: Validation,
-        records: Records,
-        leader: Leader,
-    ) -> None:
-        """Set up the resets of a stage.
+    config: ResetsConfig
+    kl_allowed: float  # largest `mean_abs_gap` of `check_reference` in the first step of a run or after a reset
+    policy: Any  # a policy.actor.Actor
+    rollouts: Rollouts
+    validation: Validation
+    records: Records
+    leader: Leader
+    done: list[Reset] = field(default_factory=list)  # resets of this stage
+    findings: list[FindingJson] = field(default_factory=list)  # so far; a resume rebuilds the history with them
+    fresh: bool = True  # the policy should equal its reference now, as at the start of a run
 
-        Args:
-            kl_allowed: largest mean absolute difference per token between the log-probabilities of
-                policy and reference in the first step of a run or after a reset.
-        """
-        self.config, self._kl_allowed, self._policy = config, kl_allowed, policy
-        self._rollouts, self._validation, self._records = rollouts, validation, records
-        self.done: list[Reset] = []  # resets of this stage
-        self._found: list[FindingJson] = []  # findings so far; a resume rebuilds the history with them
-        self._fresh = True  # the policy should equal its reference now, as at the start of a run
-        self._history = leader.only(History)
+    def __post_init__(self) -> None:
+        self.history = self.leader.only(History)
 
     @property
     def steps(self) -> list[int]:
@@ -105,11 +84,11 @@ class Resets:
 
     def due(self, metrics: Metrics) -> str | None:
         """Return the reason for a reset after this step's updates, or None.  A collective, called once per step."""
-        line, scores = metrics.as_json(), self._validation.scores.get(metrics.step)
-        findings = self._history.call(lambda history: self._observe(history, line, scores))
-        self._found += [asdict(finding) for finding in findings]
+        line, scores = metrics.as_json(), self.validation.scores.get(metrics.step)
+        findings = self.history.call(lambda history: self._observe(history, line, scores))
+        self.findings += [asdict(finding) for finding in findings]
         for finding in findings:
-            self._records.alarm(metrics.step, str(finding))
+            self.records.alarm(metrics.step, str(finding))
         if metrics.step in self.config.at_steps:
             return "at_steps"
         if self.config.every is not None and metrics.step % self.config.every == 0:
@@ -125,54 +104,55 @@ class Resets:
 
     # --- the transaction -------------------------------------------------------------------------------------------
 
-    def perform(self, step: int, reason: str, checkpoints: _Saves) -> None:
+    def perform(self, step: int, reason: str, checkpoints: "Checkpoints") -> None:
         """Reset reference and optimizer after the updates of `step`.
 
         With `roll_back` the reset starts from the best weights since the last reset.
         """
         checkpoints.wait()
         back_to = self._best_before(step, checkpoints) if self.config.roll_back else None
-        self._records.event("reset_intent", step, reason=reason)
+        self.records.event("reset_intent", step, reason=reason)
         killpoint("reset:intent")
         if back_to is not None:  # step count and data position continue; groups of the bad weights are dropped
             checkpoints.load_policy(back_to)
-            self._rollouts.drop()
+            self.rollouts.drop()
         if self.config.parts != "optimizer":
-            self._policy.set_reference()
+            self.policy.set_reference()
         killpoint("reset:reference")
         if self._empties(back_to is not None):
-            self._policy.reset_optimizer()
+            self.policy.reset_optimizer()
         killpoint("reset:optimizer")
-        reset: Reset = {"step": step, "reason": reason, "reference_sha256": self._policy.reference_sha256()}
+        reset: Reset = {"step": step, "reason": reason, "reference_sha256": self.policy.reference_sha256()}
         self.done.append(reset if back_to is None else {**reset, "rolled_back_to": back_to})
-        self._history.run_on_leader(lambda history: history.reset(step))
-        self._fresh = self.config.parts != "optimizer"
+        self.history.run_on_leader(lambda history: history.reset(step))
+        self.fresh = self.config.parts != "optimizer"
         checkpoints.save(step, wait=True)
         killpoint("reset:checkpointed")
-        self._records.event("reset_commit", **self.done[-1])
+        self.records.event("reset_commit", **self.done[-1])
         killpoint("reset:committed")
         back = "" if back_to is None else f", back to step {back_to}"
         _log.info("hard reset after step %d (%s)%s", step, reason, back)
 
-    def _best_before(self, step: int, checkpoints: _Saves) -> int | None:
+    def _best_before(self, step: int, checkpoints: "Checkpoints") -> int | None:
         """Return the earlier step to roll back to: the best validation since the last reset.
 
         Return None if there is no validation, if the best step is `step`, or if its checkpoint was
         removed: another checkpoint with a lower score is not used instead.
         """
-        best = self._validation.best_step(self.done)
+        best = best_policy(self.validation.scores, self.done)
         if best is None or best == step:
             return None
         if checkpoints.has(best):
             return best
-        self._records.alarm(step, f"no roll-back: the checkpoint of step {best}, the best validation, is not kept")
+        self.records.alarm(step, f"no roll-back: the checkpoint of step {best}, the best validation, is not kept")
         return None
 
     def settle(self, step: int) -> None:
         """Write `reset_commit` on a resume if the checkpoint contains the reset but the journal lacks this event."""
-        interrupted = interrupted_reset(self._records.events())
-        if self.done and interrupted == self.done[-1]["step"] == step:
-            self._records.event("reset_commit", **self.done[-1])
+        resets = [event for event in self.records.events() if event["event"] in ("reset_intent", "reset_commit")]
+        interrupted = resets and resets[-1]["event"] == "reset_intent" and resets[-1]["step"] == step
+        if interrupted and self.steps[-1:] == [step]:
+            self.records.event("reset_commit", **self.done[-1])
 
     # --- the check -------------------------------------------------------------------------------------------------
 
@@ -181,7 +161,7 @@ class Resets:
 
         Policy and reference may then differ: `check_reference` accepts any difference in the first step.
         """
-        self._fresh = False
+        self.fresh = False
 
     def check_reference(self, step: int, mean_abs_gap: float) -> None:
         """Raise ResetFailure if the policy should equal its reference but does not.
@@ -191,43 +171,36 @@ class Resets:
         Args:
             mean_abs_gap: mean absolute difference per token between the log-probabilities of policy and reference.
         """
-        fresh, self._fresh = self._fresh, False
-        if fresh and not mean_abs_gap <= self._kl_allowed:
+        fresh, self.fresh = self.fresh, False
+        if fresh and not mean_abs_gap <= self.kl_allowed:
             raise ResetFailure(
                 f"step {step} is the first of a run or follows a hard reset, so the policy should equal its reference;"
                 f" their log-probabilities differ by {mean_abs_gap:.3g} per token on average, expected at most"
-                f" {self._kl_allowed:g} (trainer.resets.kl_after_reset)"
+                f" {self.kl_allowed:g} (trainer.resets.kl_after_reset)"
             )
 
     # --- in a checkpoint -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> ResetsState:
-        return {"done": self.done, "fresh": self._fresh, "found": self._found}
+        return {"done": self.done, "fresh": self.fresh, "found": self.findings}
 
     def load_state_dict(self, state: ResetsState) -> None:
         """Load the resets, and rebuild the metrics history that the rules need.
 
         Records and validation must be loaded before, because the history is made from their values.
         """
-        self.done, self._fresh, self._found = list(state["done"]), bool(state["fresh"]), list(state["found"])
-        self._history.run_on_leader(self._recall)
+        self.done = list(state["done"])
+        self.fresh = bool(state["fresh"])
+        self.findings = list(state["found"])
+        self.history.run_on_leader(self._recall)
 
     def _recall(self, history: History) -> None:
-        found: dict[int, list[Finding]] = {}
-        for finding in self._found:
-            found.setdefault(finding["step"], []).append(Finding(**finding))
-        for line in self._records.lines():
+        by_step: dict[int, list[Finding]] = {}
+        for finding in self.findings:
+            by_step.setdefault(finding["step"], []).append(Finding(**finding))
+        for line in self.records.lines():
             step = int(line["step"])
-            history.add(line, standard_errors(self._validation.scores.get(step)))
-            history.note(found.get(step, []))
+            history.add(line, standard_errors(self.validation.scores.get(step)))
+            history.note(by_step.get(step, []))
             if step in self.steps:
                 history.reset(step)
-
-
-def interrupted_reset(events: Iterable[Mapping[str, Any]]) -> int | None:
-    """Return the step of the journal's last hard reset if it was not committed; otherwise None."""
-    begun = None
-    for event in events:
-        if event["event"] in ("reset_intent", "reset_commit"):
-            begun = event["step"] if event["event"] == "reset_intent" else None
-    return begun

@@ -46,17 +46,7 @@ def step_of(folder: Path) -> int:
 
 def complete(checkpoints: Path) -> list[Path]:
     """Return the complete checkpoints of a run, oldest first."""
-    found = checkpoints.glob("step-*")
-    return sorted(p for p in found if p.suffix == "" and (p / "state.json").is_file())
-
-
-def check_format(folder: Path, state: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for a checkpoint whose state.json has another format than this code writes."""
-    if state.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{folder}/state.json: format={state.get('format')!r}: expected {FORMAT}. Fix: use the version of"
-            " nemo_prorl that wrote the checkpoint"
-        )
+    return sorted(p for p in checkpoints.glob("step-*") if p.suffix == "" and (p / "state.json").is_file())
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -70,7 +60,11 @@ def read_state(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder} is not a complete checkpoint: it has no state.json") from e
     except (OSError, ValueError) as e:
         raise DamagedCheckpoint(folder, f"{folder / 'state.json'} cannot be read: {json_fault(e)}") from e
-    check_format(folder, state)
+    if state.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{folder}/state.json: format={state.get('format')!r}: expected {FORMAT}. Fix: use the version of"
+            " nemo_prorl that wrote the checkpoint"
+        )
     return state
 
 
@@ -99,18 +93,18 @@ def to_remove(
         needed: steps to keep for a possible roll-back.
     """
     by_step = sorted(saved, key=lambda s: s.step, reverse=True)
-    scored = [(s.score, s.step, s) for s in by_step if s.score is not None]
-    ranking = [s for _, _, s in sorted(scored, key=lambda x: x[:2], reverse=True)]
+    scored = [s for s in by_step if s.score is not None]
+    ranking = sorted(scored, key=lambda s: (s.score, s.step), reverse=True)
     wanted = [*by_step[:1], *(s for s in by_step if s.step in needed), *ranking[:best], *by_step[:newest]]
     kept: dict[int, Saved] = {}
     total = 0
-    for one in wanted:
-        if one.step in kept:
+    for checkpoint in wanted:
+        if checkpoint.step in kept:
             continue
-        total += one.bytes
+        total += checkpoint.bytes
         if kept and budget is not None and total > budget:
             break
-        kept[one.step] = one
+        kept[checkpoint.step] = checkpoint
     return sorted(s.step for s in saved if s.step not in kept)
 
 

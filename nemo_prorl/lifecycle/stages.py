@@ -3,7 +3,6 @@
 `rank.begin_stage` begins the stage from that checkpoint.
 """
 
-import json
 import os
 import re
 import shutil
@@ -15,7 +14,7 @@ from typing import Any
 from nemo_prorl.algorithms.reset_rules import best_policy, policy_scores
 from nemo_prorl.config import Config
 from nemo_prorl.errors import ConfigError
-from nemo_prorl.files import new_folder
+from nemo_prorl.files import new_folder, read_object
 from nemo_prorl.lifecycle.retention import OLD, TEMPORARY, TRASH, complete, read_state, step_of
 
 
@@ -52,15 +51,16 @@ def origin(cfg: Config, run_dir: Path) -> Origin | None:
         return Origin(folder, run if (run / "config.yaml").is_file() else None, folder)
     key = f"chain.start_from={given}" if given is not None else f"stage={cfg.stage}"
     if not (folder / "config.yaml").is_file():
-        what = "is neither a run directory nor a checkpoint"
+        fault = "is neither a run directory nor a checkpoint"
         if given is None:
-            what = f"follows {chain.after}, and there is no run in {folder}"
+            fault = f"follows {chain.after}, and there is no run in {folder}"
         raise ConfigError(
-            f"{key}: {what}. Fix: train the previous stage first; or name its run directory or one of its checkpoints"
+            f"{key}: {fault}. Fix: train the previous stage first; or name its run directory or one of its checkpoints"
             " with chain.start_from=PATH; or begin with the initial model: chain.start_from=null chain.after=null"
         )
     checkpoints = complete(folder / "checkpoints")
-    if not (summary := _finished(folder)) or not checkpoints:
+    summary = read_object(folder / "summary.json") or {}
+    if not summary.get("finished") or not checkpoints:
         there = f"its last checkpoint is {checkpoints[-1]}" if checkpoints else "it has no checkpoint"
         raise ConfigError(
             f"{key}: the run in {folder} is not finished; {there}. Finish it, or begin from one of its checkpoints:"
@@ -79,18 +79,9 @@ def best_checkpoint(run_dir: Path) -> Path:
     """Return the checkpoint of the best validation since the last hard reset, or the newest."""
     checkpoints = {step_of(p): p for p in complete(run_dir / "checkpoints")}
     newest = checkpoints[max(checkpoints)]
-    state = json.loads((newest / "state.json").read_text())
-    best = best_kept(state, checkpoints)
+    state = read_state(newest)
+    best = best_policy(state["validation"]["scores"], state["resets"]["done"], checkpoints)
     return newest if best is None else checkpoints[best]
-
-
-def best_kept(state: dict[str, Any], steps: Iterable[int]) -> int | None:
-    """Return the step among `steps` with the best validation since the last hard reset; None without a validation.
-
-    Args:
-        state: state.json of the run's newest checkpoint.
-    """
-    return best_policy(state["validation"]["scores"], state["resets"]["done"], steps)
 
 
 def chosen_checkpoint(run_dir: Path, which: str) -> Path:
@@ -123,14 +114,6 @@ def chosen_checkpoint(run_dir: Path, which: str) -> Path:
     if which not in checkpoints:
         raise ConfigError(f"--checkpoint={which}: expected newest, best, or one of the steps {steps} of {run_dir}")
     return checkpoints[which]
-
-
-def _finished(run_dir: Path) -> dict[str, Any] | None:
-    try:
-        summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
-    except (OSError, ValueError):
-        return None
-    return summary if summary["finished"] else None
 
 
 def begun_from(events: Iterable[Mapping[str, Any]]) -> str | None:

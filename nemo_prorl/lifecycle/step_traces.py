@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import httpx
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import DeadlineExceeded
 from nemo_prorl.files import write_json
-from nemo_prorl.service import ServiceEndpoint
+from nemo_prorl.service import ServiceEndpoint, read_token
 from nemo_prorl.tracing import RECORDER, timeline
 
 _log = logging.getLogger(__name__)
@@ -30,32 +31,33 @@ _BEGIN_S, _END_S = 2.0, 10.0  # seconds for a service to accept the request; sec
 _PATHS = {"engine": "/trace", "rewards": "/v1/trace"}
 
 
+@dataclass(eq=False, repr=False)
 class StepTraces:
-    """The timelines of a run, one object per rank.
+    """The timelines of a run, one object per rank."""
 
-    Args:
-        services: number of engines and reward servers when all are healthy.
-    """
+    dir: Path  # the run directory
+    steps: Sequence[int]  # steps to trace
+    rank: int
+    ranks: int
+    services: dict[str, int]  # number of engines and reward servers when all are healthy
 
-    def __init__(self, run_dir: Path, steps: Sequence[int], rank: int, ranks: int, services: dict[str, int]) -> None:
-        self._dir, self._steps, self._rank, self._ranks = run_dir, frozenset(steps), rank, ranks
-        self._services = services
+    def __post_init__(self) -> None:
         self._merging: threading.Thread | None = None
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
         """Record the spans inside the context, if this step is to be traced."""
-        if step not in self._steps:
+        if step not in self.steps:
             yield
             return
-        folder = self._dir / "traces" / f"step-{step}.parts"
+        folder = self.dir / "traces" / f"step-{step}.parts"
         missing: dict[str, str] = {}
-        if self._rank == 0:
+        if self.rank == 0:
             self.close()  # the previous step may be traced, too, and its parts are still being collected
             shutil.rmtree(folder, ignore_errors=True)  # left by a killed start
             _, missing = self._ask(True, _BEGIN_S)
         began = time.monotonic()
-        RECORDER.start(f"trainer-{self._rank}")
+        RECORDER.start(f"trainer-{self.rank}")
         try:
             yield
         except BaseException:  # the run may end without it
@@ -72,9 +74,9 @@ class StepTraces:
     def _end(self, step: int, folder: Path, window: tuple[float, float], missing: dict[str, str]) -> None:
         RECORDER.add(f"step {step}", "step", *window)
         part = RECORDER.stop()
-        if self._rank > 0:
+        if self.rank > 0:
             folder.mkdir(parents=True, exist_ok=True)
-            write_json(folder / f"trainer-{self._rank}.json", part, indent=None)
+            write_json(folder / f"trainer-{self.rank}.json", part, indent=None)
             return
         self.close()
         arguments = (step, folder, window, part, missing)
@@ -99,7 +101,7 @@ class StepTraces:
             offsets = {part["boot"]: part["wall_offset"] for part in answered}
             for part in parts:  # offsets of the services on its node
                 part["wall_offset"] = offsets.get(part["boot"], 0.0)
-            path = self._dir / "traces" / f"step-{step}.json"
+            path = self.dir / "traces" / f"step-{step}.json"
             path.parent.mkdir(exist_ok=True)
             merged = timeline(step, window, [own, *parts, *answered], {**missing, **unanswered, **late})
             write_json(path, merged, indent=None)
@@ -110,7 +112,7 @@ class StepTraces:
 
     def _parts_of_ranks(self, folder: Path, deadline: Deadline) -> tuple[list[dict[str, Any]], dict[str, str]]:
         parts, late = [], {}
-        for rank in range(1, self._ranks):
+        for rank in range(1, self.ranks):
             file = folder / f"trainer-{rank}.json"
             try:
                 deadline.wait_until(file.exists)
@@ -125,11 +127,11 @@ class StepTraces:
         Returns:
             The replies, and {name of the service: error} of the services that did not reply.
         """
-        names = [f"{kind}-{k}" for kind, count in self._services.items() for k in range(count)]
-        token = (self._dir / "endpoints" / "token").read_text().strip()
+        names = [f"{kind}-{k}" for kind, count in self.services.items() for k in range(count)]
+        token = read_token(self.dir / "endpoints" / "token")
         answers, missing = [], {}
         with ThreadPoolExecutor(max_workers=32) as pool:
-            replies = pool.map(partial(_ask_one, self._dir / "endpoints", token, record, seconds), names)
+            replies = pool.map(partial(_ask_one, self.dir / "endpoints", token, record, seconds), names)
             for name, reply in zip(names, replies, strict=True):
                 if isinstance(reply, str):
                     missing[name] = reply

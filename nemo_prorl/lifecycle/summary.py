@@ -46,7 +46,7 @@ class RunTimes(TypedDict):
     reward_hidden_share: Annotated[float, Constraint(maximum=1)] | None
     """share of the time with open reward requests in which the run also did other work; null: no reward requests"""
     bottleneck: str | None
-    """bottleneck of the last ten steps only, in words"""
+    """bottleneck of the last ten steps only, as text"""
 
 
 class RunSummary(TypedDict):

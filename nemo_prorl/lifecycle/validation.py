@@ -4,11 +4,9 @@ Each validation samples the same prompts with the same seeds; scores differ only
 """
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypedDict
+from dataclasses import dataclass, field
+from typing import TypedDict
 
-from nemo_prorl.algorithms.reset_rules import best_policy
 from nemo_prorl.config import Config, GRPOConfig
 from nemo_prorl.leader import LeaderOnly
 from nemo_prorl.lifecycle.journal_events import HeldOutScores
@@ -43,22 +41,25 @@ class HeldOut:
         return heldout_scores(self.names, self.collector.sample(self.draws, *sampling, step))
 
 
+@dataclass(eq=False, repr=False)
 class Validation:
     """The validations of a run; each checkpoint contains the scores.
 
     All trainer ranks must call `judge` and `run` together.
     """
 
-    def __init__(self, cfg: Config, heldout: LeaderOnly[HeldOut], rollouts: Rollouts, records: Records) -> None:
-        self._cfg, self._heldout, self._rollouts, self._records = cfg, heldout, rollouts, records
-        self.scores: dict[int, HeldOutScores] = {}  # scores by step
+    cfg: Config
+    heldout: LeaderOnly[HeldOut]
+    rollouts: Rollouts
+    records: Records
+    scores: dict[int, HeldOutScores] = field(default_factory=dict)  # by step
 
     @property
     def has_prompts(self) -> bool:
-        return bool(self._cfg.data.validation)
+        return bool(self.cfg.data.validation)
 
     def due(self, step: int) -> bool:
-        grpo = self._cfg.trainer.grpo
+        grpo = self.cfg.trainer.grpo
         return self.has_prompts and (step % grpo.validate_every == 0 or step == grpo.max_steps)
 
     def run(self, metrics: Metrics) -> None:
@@ -79,16 +80,12 @@ class Validation:
         if step == 0:
             _log.info("validating the policy on held-out prompts before the first step")
         with metrics.phase("validate"):
-            self._rollouts.publish(version=step)
-            scores = self._heldout.call(lambda heldout: heldout.judge(self._cfg.trainer.grpo, step))
-        self._records.event("validation", step, **scores)
+            self.rollouts.publish(version=step)
+            scores = self.heldout.call(lambda heldout: heldout.judge(self.cfg.trainer.grpo, step))
+        self.records.event("validation", step, **scores)
         if step == 0:  # later ones are in the line of their step
             _log.info("held-out mean reward before the first step: %.3f", scores["all"]["mean"])
         return scores
-
-    def best_step(self, resets: Sequence[Mapping[str, Any]]) -> int | None:
-        """Return the best-scoring step since the last of `resets`; None if no step has a score."""
-        return best_policy(self.scores, resets)
 
     def state_dict(self) -> ValidationState:
         return {"scores": self.scores}

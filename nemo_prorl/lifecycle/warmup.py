@@ -34,8 +34,8 @@ def warm_up(policy: Any, examples: Sequence[tuple[list[int], list[int]]], config
     size = config.batch_size
     for step in range(1, config.steps + 1):
         part = [examples[k % len(examples)] for k in range((step - 1) * size, step * size)]
-        mine = part[policy.data_ranks.rank :: policy.data_ranks.size]
-        batch = Batch.from_sequences([p for p, _ in mine], [r for _, r in mine], [[0.0] * len(r) for _, r in mine])
+        own = part[policy.data_ranks.rank :: policy.data_ranks.size]
+        batch = Batch.from_sequences([p for p, _ in own], [r for _, r in own], [[0.0] * len(r) for _, r in own])
         tokens = policy.data_ranks.sum(batch.num_response_tokens)
         sums = policy.update(batch, supervised_loss, tokens, temperature=1.0)
         if step % 50 == 0 or step == config.steps:

@@ -62,20 +62,17 @@ def _where(frame: FrameType | None) -> str:
     return "" if frame is None else f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
 
 
+@dataclass(eq=False, repr=False)
 class Watchdog:
-    """One object per rank.  It is not saved: after a resume it waits for three steps, validations and so on again.
+    """One object per rank.  It is not saved: after a resume it waits for three steps, validations and so on again."""
 
-    Args:
-        rank: trainer rank of this process, of `ranks`.
-        run_dir: run directory; a late rank writes endpoints/late-RANK.json.
-        alarm: function of a step and a text that raises an alarm; called on rank 0 only.
-        least_s: seconds below which a wait is never reported.
-    """
+    rank: int
+    ranks: int
+    dir: Path  # the run directory; a late rank writes endpoints/late-RANK.json
+    alarm: Callable[[int, str], None]  # raises an alarm with a step and a text; called on rank 0 only
+    least_s: float = LEAST_S  # seconds below which a wait is never reported
 
-    def __init__(
-        self, rank: int, ranks: int, run_dir: Path, alarm: Callable[[int, str], None], least_s: float = LEAST_S
-    ) -> None:
-        self._rank, self._ranks, self._dir, self._alarm, self._least_s = rank, ranks, run_dir, alarm, least_s
+    def __post_init__(self) -> None:
         self._waiting: Callable[[], str] | None = None
         self._past: dict[str, deque[float]] = {}  # seconds, by `what`
 
@@ -93,7 +90,7 @@ class Watchdog:
         past = self._past.setdefault(what, deque(maxlen=_REMEMBERED))
         began, timer = time.monotonic(), None
         if len(past) >= _LEAST:
-            limit = max(self._least_s, FACTOR * max(past))
+            limit = max(self.least_s, FACTOR * max(past))
             timer = threading.Timer(limit, self._report, (step, what, limit))
             timer.daemon = True
             timer.start()
@@ -106,36 +103,36 @@ class Watchdog:
 
     def _report(self, step: int, what: str, limit: float) -> None:
         stacks.request()
-        mine = Whereabouts.now(step, what)
-        if self._rank > 0:
+        own = Whereabouts.now(step, what)
+        if self.rank > 0:
             try:
-                write_json(self._file(self._rank), asdict(mine))
+                write_json(self._file(self.rank), asdict(own))
             except OSError as error:
-                _log.warning("%s cannot be written: %s", self._file(self._rank), error)
+                _log.warning("%s cannot be written: %s", self._file(self.rank), error)
             return
-        generates = mine.phase in ("rollout", "validate") and not mine.waits
+        generates = own.phase in ("rollout", "validate") and not own.waits
         waiting = self._waiting() if self._waiting is not None and generates else ""
-        where = {0: mine, **self._others(step, max(5.0, _LISTEN * limit))}
-        self._alarm(
+        where = {0: own, **self._others(step, max(5.0, _LISTEN * limit))}
+        self.alarm(
             step,
             f"no progress for {limit:.0f} s, {FACTOR:g} times the longest of the last {what}s:"
-            f" {'; '.join(filter(None, (waiting, *culprits(where, self._ranks))))};"
-            f" the stacks of all processes are in {self._dir}/logs/stacks-*.txt",
+            f" {'; '.join(filter(None, (waiting, *culprits(where, self.ranks))))};"
+            f" the stacks of all processes are in {self.dir}/logs/stacks-*.txt",
         )
 
     def _file(self, rank: int) -> Path:
-        return self._dir / "endpoints" / f"late-{rank}.json"
+        return self.dir / "endpoints" / f"late-{rank}.json"
 
     def _others(self, step: int, seconds: float) -> dict[int, Whereabouts]:
         """Return the whereabouts of the other ranks that have reported them within `seconds`."""
         found: dict[int, Whereabouts] = {}
         end = time.monotonic() + seconds
         while True:
-            for rank in sorted(set(range(1, self._ranks)) - found.keys()):
+            for rank in sorted(set(range(1, self.ranks)) - found.keys()):
                 with suppress(OSError, ValueError, TypeError):
                     value = Whereabouts(**json.loads(self._file(rank).read_text()))
                     found |= {rank: value} if value.step == step else {}
-            if len(found) == self._ranks - 1 or time.monotonic() > end:
+            if len(found) == self.ranks - 1 or time.monotonic() > end:
                 return found
             time.sleep(0.2)
 
@@ -148,9 +145,11 @@ def culprits(where: Mapping[int, Whereabouts], ranks: int) -> list[str]:
         ranks: number of all ranks.
     """
     groups: dict[tuple[bool, str], list[int]] = {}
-    for rank, one in sorted(where.items()):
-        does = f"waiting for other ranks in phase {one.phase}" if one.waits else f"in phase {one.phase}, {one.place}"
-        groups.setdefault((one.waits, does), []).append(rank)
+    for rank, late in sorted(where.items()):
+        does = (
+            f"waiting for other ranks in phase {late.phase}" if late.waits else f"in phase {late.phase}, {late.place}"
+        )
+        groups.setdefault((late.waits, does), []).append(rank)
     ordered = sorted(groups.items(), key=lambda group: (group[0][0], len(group[1])))
     texts = [(waits, f"{_ranks(members)}: {does}") for (waits, does), members in ordered]
     if silent := sorted(set(range(ranks)) - where.keys()):

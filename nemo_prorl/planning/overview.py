@@ -5,11 +5,11 @@ import os
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig
 
 from nemo_prorl.algorithms.schedule import warmup_steps
+from nemo_prorl.config import num_data_ranks, responses_per_step
 from nemo_prorl.data.prepared import missing_files, task_of
 from nemo_prorl.lifecycle.tolerances import engine_gap_alarm, kl_after_reset
 from nemo_prorl.planning import time_limit
@@ -37,7 +37,7 @@ def plan(cfg: DictConfig, chain: Chain, lengths: str = "not checked") -> str:
     """Return four tables as text: the run, the stages of the recipe's chain, the sources of numbers, and memory.
 
     Args:
-        lengths: the lengths of the prompts, in words.
+        lengths: the lengths of the prompts, as text.
     """
     parts = (
         columns(run_rows(cfg, lengths).items()),
@@ -49,15 +49,14 @@ def plan(cfg: DictConfig, chain: Chain, lengths: str = "not checked") -> str:
 
 
 def run_rows(cfg: DictConfig, lengths: str = "not checked") -> dict[str, str]:
-    """Return {subject: settings in words} of a resolved configuration; `prorl plan --json` has the same keys.
+    """Return {subject: settings as text} of a resolved configuration; `prorl plan --json` has the same keys.
 
     Args:
-        lengths: the lengths of the prompts, in words.
+        lengths: the lengths of the prompts, as text.
     """
     trainer, grpo, model, rollout = cfg.trainer, cfg.trainer.grpo, cfg.model, cfg.rollout
     tp, pp = model.tensor_model_parallel_size, model.pipeline_model_parallel_size
-    ranks = trainer.num_nodes * trainer.devices
-    responses = grpo.prompts_per_step * grpo.samples_per_prompt
+    responses = responses_per_step(cfg)
     millions = model.num_layers * layer_parameters(ModelShape.of(model, vocab=1)) / 1e6
     resets = ", ".join(map(str, trainer.resets.at_steps)) or "at no fixed step"
     return {
@@ -69,7 +68,7 @@ def run_rows(cfg: DictConfig, lengths: str = "not checked") -> dict[str, str]:
         "first weights": cfg.pretrained_checkpoint.restore_from_path or "random, with a tokenizer made for the data",
         "machines": f"{trainer.num_nodes} x {trainer.devices} {trainer.accelerator}, precision {trainer.precision}",
         **_cores(cfg),
-        "parallel layout": f"TP {tp} x PP {pp} x DP {ranks // (tp * pp)}",
+        "parallel layout": f"TP {tp} x PP {pp} x DP {num_data_ranks(cfg)}",
         "rollout engines": f"{rollout.engines} x TP {rollout.tensor_parallel_size}, {rollout.dtype}"
         + (
             f", on separate {'GPUs' if trainer.accelerator == 'gpu' else 'cores'}; one step off policy"
@@ -103,7 +102,7 @@ def run_rows(cfg: DictConfig, lengths: str = "not checked") -> dict[str, str]:
 
 
 def _rate(cfg: DictConfig) -> str:
-    """Return the learning rate in words, and its schedule if it is not constant from the first step."""
+    """Return the learning rate as text, and its schedule if it is not constant from the first step."""
     optim, sched = cfg.model.optim, cfg.model.optim.sched
     rise = warmup_steps(sched, cfg.trainer.grpo.max_steps)
     falls = f", {sched.name} to {sched.min_lr:g}" if sched.name != "constant" else ""
@@ -111,7 +110,7 @@ def _rate(cfg: DictConfig) -> str:
 
 
 def _micro_batches(cfg: DictConfig) -> str:
-    """Return the limits of a micro-batch in words and, where Transformer Engine pads widths, the number of shapes."""
+    """Return the limits of a micro-batch as text and, where Transformer Engine pads widths, the number of shapes."""
     text = f"at most {cfg.model.micro_batch_size} responses and {micro_batch_tokens(cfg):,} tokens"
     if cfg.model.get("packed_sequences"):
         return f"{text}, packed"
@@ -126,7 +125,7 @@ def _functions(cfg: DictConfig) -> dict[str, str]:
 
 
 def _cores(cfg: DictConfig) -> dict[str, str]:
-    """Return {"cores": how a run on the CPU would use the cores of this machine, in words}; {} for a run on GPUs."""
+    """Return {"cores": how a run on the CPU would use the cores of this machine, as text}; {} for a run on GPUs."""
     if cfg.trainer.accelerator != "cpu":
         return {}
     available = os.sched_getaffinity(0)
@@ -211,15 +210,14 @@ def _hours(chain: Chain) -> str:
 def _changes(stage: PlannedStage) -> str:
     texts = []
     for key, value in stage.changes.items():
-        text = ", ".join(map(str, value)) if isinstance(value, list) else _plain(value)
+        if value is None:
+            text = "all"
+        elif isinstance(value, list):
+            text = ", ".join(map(str, value))
+        else:
+            text = f"{value:g}" if isinstance(value, float) else str(value)
         texts.append(f"{NAMES[key]} {text}" if key in NAMES else f"{key}={text}")
     return "; ".join(texts) or "-"
-
-
-def _plain(value: Any) -> str:
-    if value is None:
-        return "all"
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _sources(cfg: DictConfig, chain: Chain) -> dict[str, str]:
@@ -252,6 +250,7 @@ def _time_rows(cfg: DictConfig, chain: Chain) -> dict[str, str]:
     stage = next(stage for stage in chain.stages if stage.chosen)
     rows, step = {}, stage.step
     if step is not None:
+        per_device_s = (stage.tokens_estimated or 0.0) / 3600 / (stage.device_hours or 1.0)
         rows["  assumed"] = (
             f"H100 SXM: {roofline.BANDWIDTH / 1e12:g} TB/s at {roofline.BANDWIDTH_SHARE:.0%} to read weights and KV"
             f" cache, and {1e3 * roofline.TOKEN_S:g} ms + {1e3 * roofline.SEQUENCE_S:g} ms per sequence, for each"
@@ -260,9 +259,9 @@ def _time_rows(cfg: DictConfig, chain: Chain) -> dict[str, str]:
         )
         rows["  a step"] = (
             f"{step.seconds:,.0f} s: {step.rollout_s:,.0f} rollout ({step.responses:,.0f} responses per engine, at most"
-            f" {step.running:,.0f} at once){' beside' if step.apart else ','} {step.training_s:,.0f} training,"
-            f" {roofline.OTHER_S:g} the rest; {_per_device_second(stage):,.0f} generated tokens/s per GPU over a whole"
-            " step"
+            f" {step.running:,.0f} at once){' in parallel with' if step.apart else ','}"
+            f" {step.training_s:,.0f} training, {roofline.OTHER_S:g} the rest; {per_device_s:,.0f} generated tokens/s"
+            " per GPU over a whole step"
         )
     if stage.sbatch_time is not None and stage.device_hours is not None:
         seconds = careful_seconds(cfg, stage.device_hours, chain.rates)
@@ -279,13 +278,8 @@ def _time_rows(cfg: DictConfig, chain: Chain) -> dict[str, str]:
     return rows
 
 
-def _per_device_second(stage: PlannedStage) -> float:
-    """Return the generated tokens per second and device of a stage."""
-    return (stage.tokens_estimated or 0.0) / 3600 / (stage.device_hours or 1.0)
-
-
 def _memory(cfg: DictConfig, chain: Chain) -> dict[str, str]:
-    """Return {part: its size in words} for a run's memory on a device and on a host, and for its disk space."""
+    """Return {part: its size as text} for a run's memory on a device and on a host, and for its disk space."""
     m, size = chain.memory, chain.device_bytes
     of = "a GPU" if chain.accelerator == "gpu" else "a rank"
     room = m.kv_room(size)
@@ -310,7 +304,7 @@ def _memory(cfg: DictConfig, chain: Chain) -> dict[str, str]:
         "  one layer's work": _bytes(m.layer_work),
         "  logits": f"{_bytes(m.logits_forward)} forward, {_bytes(m.logits_backward)} backward, chunks of"
         f" {cfg.trainer.grpo.logprob_chunk_tokens} tokens x {cfg.trainer.grpo.logprob_chunk_words} words",
-        "  reference in use": f"{_bytes(m.reference_swap)} beside the policy's own weights",
+        "  reference in use": f"{_bytes(m.reference_swap)} in addition to the policy's own weights",
         "  trainer at most": f"{_bytes(m.trainer_peak)} of these at once"
         + (f"; {_bytes(m.trainer_resident)} while engines generate" if m.engines_sleep else ""),
         "  engine": f"{_bytes(m.engine_weights)} weights, {_bytes(m.engine_work)} work,"
@@ -337,7 +331,7 @@ def _phases(m: Memory) -> str:
 
 
 def _sleep(cfg: DictConfig, m: Memory, size: float | None) -> str:
-    """Return in words how trainer and engine share the memory of a GPU of `size` bytes (None: unknown)."""
+    """Return as text how trainer and engine share the memory of a GPU of `size` bytes (None: unknown)."""
     if m.engines_apart:
         return (
             f"none: at least {_bytes(m.while_generating)} on an engine's GPU, {_bytes(m.while_training)} on a trainer's"

@@ -9,18 +9,19 @@ lengths, and estimates hours from the peaks of an H100 (`sizing.roofline`); its 
 """
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl import settings
+from nemo_prorl.config import responses_per_step
 from nemo_prorl.errors import ConfigError, DataError
 from nemo_prorl.planning import time_limit
 from nemo_prorl.planning.replay import read_lines
 from nemo_prorl.sizing.devices import node_devices
-from nemo_prorl.sizing.memory import Memory, device_bytes, vocabulary
+from nemo_prorl.sizing.memory import Memory, device_bytes, memory_of, vocabulary
 from nemo_prorl.sizing.memory_check import check_memory
 from nemo_prorl.sizing.phases import phase_bytes
 from nemo_prorl.sizing.roofline import DRAWN, MEAN_SHARE, StepTime, longest_response, step_time
@@ -57,7 +58,7 @@ SAME_KIND = (
 
 @dataclass(frozen=True)
 class Rates:
-    """Response length and throughput, and the source of each number in words; an unknown number is None."""
+    """Response length and throughput, and the source of each number as text; an unknown number is None."""
 
     mean_tokens: float | None = None  # mean length of a response, prompt excluded
     mean_share: float | None = None  # without `mean_tokens`: assumed mean, as a share of the longest possible response
@@ -136,28 +137,18 @@ class Chain:
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as one JSON object; sizes are in bytes, times in hours."""
-        room = {
-            "kv_room": self.memory.kv_room(self.device_bytes),
-            "sequences": self.memory.sequences(self.device_bytes),
-        }
-        return {
-            "stages": [asdict(stage) for stage in self.stages],
-            "totals": self.totals,
-            "rates": asdict(self.rates),
-            "devices": self.devices,
-            "accelerator": self.accelerator,
-            "paper": {
-                "gpu_hours": PAPER_GPU_HOURS,
-                "source": "arXiv 2507.12507, 4 x 8 H100 80 GB; no forecast of this run",
-            },
+        memory, size = self.memory, self.device_bytes
+        source = "arXiv 2507.12507, 4 x 8 H100 80 GB; no forecast of this run"
+        return {key: value for key, value in asdict(self).items() if key != "device_bytes"} | {
+            "paper": {"gpu_hours": PAPER_GPU_HOURS, "source": source},
             "vocabulary": {"rows": self.vocabulary[0], "source": self.vocabulary[1]},
             "memory": {
-                **self.memory.numbers(),
-                **room,
-                "device_bytes": self.device_bytes,
-                "phases": phase_bytes(self.memory),
+                **memory.numbers(),
+                "kv_room": memory.kv_room(size),
+                "sequences": memory.sequences(size),
+                "device_bytes": size,
+                "phases": phase_bytes(memory),
             },
-            "note": self.note,
         }
 
 
@@ -187,7 +178,7 @@ def read_rates(cfg: DictConfig, mean_tokens: float | None, tokens_per_s: float |
     if tokens_per_s is not None:
         source = f"given: --tokens-per-s, {tokens_per_s:g} generated tokens/s by {devices} devices together"
         changed |= {"device_seconds_per_token": devices / tokens_per_s, "speed_source": source}
-    return Rates(**(asdict(rates) | changed))
+    return replace(rates, **changed)
 
 
 def _measured(cfg: DictConfig, run: Path, with_speed: bool) -> Rates:
@@ -243,8 +234,7 @@ def plan_chain(cfg: DictConfig, overrides: list[str], rates: Rates, config_file:
 
     Raises ConfigError: the chosen run, or a stage of its chain, is refused or does not fit the memory.
     """
-    memory = check_memory(cfg, device_bytes(cfg))
-    stages, note = [_stage(cfg, None, cfg.stage, True, rates, memory)], None
+    stages, note = [_stage(cfg, None, chosen=True, rates=rates)], None
     if cfg.stage == "none":
         note = "none: this is one run; stage=run1 plans the recipe's chain of eight"
     elif config_file is not None or settings.load(overrides) != cfg:
@@ -258,7 +248,7 @@ def plan_chain(cfg: DictConfig, overrides: list[str], rates: Rates, config_file:
         devices=_devices(cfg),
         accelerator=cfg.trainer.accelerator,
         vocabulary=vocabulary(cfg),
-        memory=memory,
+        memory=memory_of(cfg),
         device_bytes=device_bytes(cfg),
         note=note,
     )
@@ -271,19 +261,17 @@ def _stages(cfg: DictConfig, overrides: list[str], rates: Rates) -> list[Planned
     for name in (option for option in settings.group_options(cfg.config_dir)[GROUP] if option != "none"):
         try:
             now = cfg if name == cfg.stage else settings.load([*others, f"{GROUP}={name}"])
-            memory = check_memory(now, device_bytes(now))
+            stages.append(_stage(now, before, chosen=name == cfg.stage, rates=rates))
         except ConfigError as error:
             raise ConfigError(f"stage {name} of the same chain: {error}") from error
-        stages.append(_stage(now, before, name, name == cfg.stage, rates, memory))
         before = now
     return stages
 
 
-def _stage(
-    cfg: DictConfig, before: DictConfig | None, name: str, chosen: bool, rates: Rates, memory: Memory
-) -> PlannedStage:
+def _stage(cfg: DictConfig, before: DictConfig | None, chosen: bool, rates: Rates) -> PlannedStage:
+    memory = check_memory(cfg, device_bytes(cfg))
     grpo, mean = cfg.trainer.grpo, rates.mean_of(cfg)
-    responses = grpo.max_steps * grpo.prompts_per_step * grpo.samples_per_prompt
+    responses = grpo.max_steps * responses_per_step(cfg)
     bound, hours, step = responses * grpo.context_tokens, None, None
     estimated = None if mean is None else responses * mean * rates.generated_per_trained
     if rates.device_seconds_per_token is not None:
@@ -297,7 +285,7 @@ def _stage(
         limit = time_limit.time_limit(seconds, startup_s)
         starts = time_limit.starts(seconds, startup_s, limit)
     return PlannedStage(
-        name=name,
+        name=cfg.stage,
         chosen=chosen,
         changes=_changes(before, cfg),
         hard_reset=cfg.chain.hard_reset if cfg.stage != "none" else False,

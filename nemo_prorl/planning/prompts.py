@@ -43,12 +43,12 @@ def _template(folder: Path) -> str | None:
     try:
         if (file := folder / "chat_template.jinja").is_file():
             return file.read_text(encoding="utf-8")
-        found = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
+        templates = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
     except (OSError, ValueError):
         return None
-    if isinstance(found, list):  # several named templates
-        found = {one["name"]: one["template"] for one in found}.get("default")
-    return found if isinstance(found, str) else None
+    if isinstance(templates, list):  # several named templates
+        templates = {template["name"]: template["template"] for template in templates}.get("default")
+    return templates if isinstance(templates, str) else None
 
 
 def _render(template: str, messages: Any) -> str:

@@ -89,8 +89,8 @@ class Cores:
         first = devices if cfg.rollout.own_devices else 0
 
         def of_gpus(begin: int, end: int) -> list[int]:
-            found = near[begin:end]
-            return sorted(set().union(*found)) if len(found) == end - begin and all(found) else []
+            cores = near[begin:end]
+            return sorted(set().union(*cores)) if len(cores) == end - begin and all(cores) else []
 
         engines = range(cfg.rollout.engines // cfg.trainer.num_nodes)
         return cls(
@@ -113,8 +113,8 @@ def _near(bus: str, available: Collection[int], sysfs: Path) -> set[int]:
 
 def _listed(text: str) -> set[int]:
     """Return the numbers in a list as the kernel writes it, such as 0-3,8-11."""
-    found: set[int] = set()
+    numbers: set[int] = set()
     for part in text.strip().split(","):
         begin, _, end = part.partition("-")
-        found |= set(range(int(begin), int(end or begin) + 1))
-    return found
+        numbers |= set(range(int(begin), int(end or begin) + 1))
+    return numbers

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from nemo_prorl.sizing.memory import ModelShape
+from nemo_prorl.sizing.memory import ModelShape, linear_weights
 
 # Dense bf16 operations per second by NVIDIA's datasheets, for whole names of cards: an H100 NVL or PCIe has fewer.
 PEAKS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
@@ -19,8 +19,7 @@ def update_flops(shape: ModelShape, tokens: float, squares: float) -> float:
         tokens: sum of the lengths of the sequences, prompt and response together.
         squares: sum of the squares of these lengths.
     """
-    attention = shape.hidden * (shape.queries + 2 * shape.kv) + shape.queries * shape.hidden
-    weights = shape.layers * (attention + 3 * shape.hidden * shape.ffn) + shape.hidden * shape.vocab
+    weights = shape.layers * linear_weights(shape) + shape.hidden * shape.vocab
     return 3.0 * (2.0 * tokens * weights + 2.0 * squares * shape.layers * shape.queries)
 
 
@@ -41,5 +40,5 @@ class UpdateSpeed:
         Arguments as in `update_flops`, over all ranks; `seconds` is the time of the updates.
         """
         flops = update_flops(self.shape, tokens, squares) / self.devices / max(seconds, 1e-9)
-        found = {"tokens": tokens, "tflops_per_device": flops / 1e12}
-        return found | ({"mfu": flops / PEAKS[self.card]} if self.card in PEAKS else {})
+        numbers = {"tokens": tokens, "tflops_per_device": flops / 1e12}
+        return numbers | ({"mfu": flops / PEAKS[self.card]} if self.card in PEAKS else {})

@@ -21,6 +21,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from nemo_prorl.config import num_data_ranks
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.sizing.devices import smallest_gpu_bytes
 from nemo_prorl.sizing.phases import ASLEEP, AWAKE, PHASES, RESETTING, SAVING, phase_bytes
@@ -40,7 +41,7 @@ RESERVE = sum(RESERVE_PARTS.values())
 # Bytes on a CPU: Python with NeMo, vLLM's two processes and the reward server before any weights, and memory that
 # malloc keeps; measured by benchmarks/half_billion.py.
 CPU_RESERVE = 5 * 10**9
-PUBLISHED_VERSIONS = 2  # versions of the weights in /dev/shm at a time (rollout.publication)
+PUBLISHED_VERSIONS = 2  # versions of the weights in /dev/shm at a time (rollout.weights)
 PIECE = 1 << 24  # elements that tensor or pipeline ranks exchange at a time, for tensors of the whole model
 # (layers, hidden size, ffn size): (rows of the embedding, model), used if no model folder is given.
 KNOWN_VOCABULARIES = {(28, 1536, 8960): (151_936, "DeepSeek-R1-Distill-Qwen-1.5B")}
@@ -72,11 +73,11 @@ class ModelShape:
             ffn=model.ffn_hidden_size,
             heads=model.num_attention_heads,
             groups=model.num_query_groups,
-            head_size=_optional(model, "kv_channels") or model.hidden_size // model.num_attention_heads,
+            head_size=model.get("kv_channels") or model.hidden_size // model.num_attention_heads,
             vocab=vocab,
             padded_vocab=-(-vocab // divisor) * divisor,
-            tied=bool(_optional(model, "share_embeddings_and_output_weights")),
-            qkv_bias=bool(_optional(model, "qkv_bias")),
+            tied=bool(model.get("share_embeddings_and_output_weights")),
+            qkv_bias=bool(model.get("qkv_bias")),
         )
 
     @property
@@ -102,8 +103,7 @@ class Layout:
     @classmethod
     def of(cls, cfg: DictConfig) -> "Layout":
         tp, pp = cfg.model.tensor_model_parallel_size, cfg.model.pipeline_model_parallel_size
-        ranks = cfg.trainer.num_nodes * cfg.trainer.devices
-        return cls(tp, pp, max(1, ranks // (tp * pp)), bool(_optional(cfg.model, "sequence_parallel")))
+        return cls(tp, pp, max(1, num_data_ranks(cfg)), bool(cfg.model.get("sequence_parallel")))
 
 
 @dataclass(frozen=True)
@@ -141,6 +141,11 @@ class Memory:
     published: int  # in /dev/shm of a node: the published weights for the engines, PUBLISHED_VERSIONS versions
     checkpoint: int  # size of a checkpoint on disk
     checkpoints: int  # on disk: all checkpoints that a run keeps, and the one that is being written
+
+    @property
+    def kv_planned(self) -> int:
+        """Return the bytes of the KV cache: as configured, otherwise one sequence that fills the context."""
+        return self.kv_sequence if self.kv_configured is None else self.kv_configured
 
     @property
     def needed(self) -> int:
@@ -222,11 +227,6 @@ def is_small(cfg: DictConfig) -> bool:
     return parameters(ModelShape.of(cfg.model, vocabulary(cfg)[0])) < SMALL
 
 
-def rank_parameters(shape: ModelShape, layout: Layout) -> int:
-    """Count the parameters of the rank that has the most parameters."""
-    return sum(rank_tensors(shape, layout))
-
-
 def rank_tensors(shape: ModelShape, layout: Layout) -> list[int]:
     """Return the number of elements of each parameter of the rank that has the most.
 
@@ -239,11 +239,6 @@ def rank_tensors(shape: ModelShape, layout: Layout) -> list[int]:
     ends = 2 if layout.pp == 1 and not shape.tied else 1
     layer = [count // layout.tp for count in cut] + [shape.hidden] * 2
     return shape.layers // layout.pp * layer + [shape.hidden] + ends * [words]
-
-
-def _page_locked(size: int) -> int:
-    """Return the bytes that PyTorch takes for a page-locked tensor: a power of two."""
-    return 1 << (size - 1).bit_length()
 
 
 def weight_bytes(cfg: DictConfig) -> int:
@@ -276,12 +271,12 @@ def layer_activations(cfg: DictConfig, shape: ModelShape, layout: Layout, tokens
     """
     size, cpu = weight_bytes(cfg), cfg.trainer.accelerator == "cpu"
     norms = (6 if cpu else 4) * shape.hidden
-    fused = _optional(cfg.model, "bias_activation_fusion")
+    fused = cfg.model.get("bias_activation_fusion")
     cut = 3 * shape.queries + 3 * shape.kv + (3 if fused else 4) * shape.ffn
     per_token = size * (norms / (layout.tp if layout.sequence_parallel else 1) + cut / layout.tp)
     per_token += FLOAT32 * (shape.heads / layout.tp + 2)
-    selective = _optional(cfg.model, "activations_checkpoint_granularity") == "selective"
-    if not cpu and not _optional(cfg.model, "transformer_engine") and not selective:
+    selective = cfg.model.get("activations_checkpoint_granularity") == "selective"
+    if not cpu and not cfg.model.get("transformer_engine") and not selective:
         per_token += size * shape.heads / layout.tp * cfg.trainer.grpo.context_tokens
     return int(tokens * per_token)
 
@@ -297,11 +292,11 @@ def stage_activations(cfg: DictConfig, shape: ModelShape, layout: Layout, tokens
     """
     layers = shape.layers // layout.pp
     full = layer_activations(cfg, shape, layout, tokens)
-    if _optional(cfg.model, "activations_checkpoint_granularity") != "full":
+    if cfg.model.get("activations_checkpoint_granularity") != "full":
         return layers * full
     entry = tokens * shape.hidden * weight_bytes(cfg) // (layout.tp if layout.sequence_parallel else 1)
-    count = min(layers, _optional(cfg.model, "activations_checkpoint_num_layers") or 1)
-    if _optional(cfg.model, "activations_checkpoint_method") == "block":
+    count = min(layers, cfg.model.get("activations_checkpoint_num_layers") or 1)
+    if cfg.model.get("activations_checkpoint_method") == "block":
         return count * entry + (layers - count + 1) * full
     return -(-layers // count) * entry + count * full
 
@@ -311,7 +306,7 @@ def micro_batch_tokens(cfg: DictConfig) -> int:
 
     A single row that is wider than this budget, because of its padding, is a micro-batch of its own.
     """
-    width, budget = widest(cfg.model, cfg.trainer.grpo.context_tokens), _optional(cfg.model, "micro_batch_tokens")
+    width, budget = widest(cfg.model, cfg.trainer.grpo.context_tokens), cfg.model.get("micro_batch_tokens")
     rows = cfg.model.micro_batch_size * width
     return int(rows if budget is None else max(width, min(rows, budget)))
 
@@ -342,8 +337,8 @@ def memory_of(cfg: DictConfig, vocab: int | None = None) -> Memory:
     Every rank has the weights in use and their gradients (in NeMo's grad_sync_dtype, usually float32).  Two float32
     moments, and for 16-bit weights a float32 master, are spread over data-parallel ranks (Megatron's distributed
     optimizer).  With FP8, Transformer Engine keeps two more copies of each layer's weights, one byte per weight: plain
-    and transposed.  The reference policy stays in page-locked host memory; while it is in use, its weights are beside
-    the policy's on the GPU (`device.exchanged`).
+    and transposed.  The reference policy stays in page-locked host memory, for which PyTorch takes a power of two per
+    tensor; while it is in use, its weights are beside the policy's on the GPU (`device.exchanged`).
 
     A checkpoint has the weights of policy and reference, float32 master weights and moments.  Before a checkpoint is
     written, the ranks copy their tensors to host memory, and rank 0 also copies the whole weights
@@ -356,31 +351,31 @@ def memory_of(cfg: DictConfig, vocab: int | None = None) -> Memory:
     """
     shape, layout = ModelShape.of(cfg.model, vocabulary(cfg)[0] if vocab is None else vocab), Layout.of(cfg)
     grpo, size = cfg.trainer.grpo, weight_bytes(cfg)
-    mine, tokens = rank_parameters(shape, layout), micro_batch_tokens(cfg)
+    count, tokens = sum(rank_tensors(shape, layout)), micro_batch_tokens(cfg)
     master = FLOAT32 if size < FLOAT32 else 0
-    grad = FLOAT32 if _optional(cfg.model, "optim.grad_sync_dtype") in (None, "fp32", 32) else size
-    weights, gradients = mine * size, mine * grad
-    optimizer = -(-mine * (2 * FLOAT32 + master) // layout.dp)
-    fp8 = bool(_optional(cfg.model, "fp8"))
+    grad = FLOAT32 if OmegaConf.select(cfg.model, "optim.grad_sync_dtype") in (None, "fp32", 32) else size
+    weights, gradients = count * size, count * grad
+    optimizer = -(-count * (2 * FLOAT32 + master) // layout.dp)
+    fp8 = bool(cfg.model.get("fp8"))
     fp8_weights = 2 * shape.layers // layout.pp * linear_weights(shape, layout.tp) * fp8
     resident = weights + gradients + optimizer
 
-    one = stage_activations(cfg, shape, layout, tokens)
+    activations = stage_activations(cfg, shape, layout, tokens)
     ends = 3 * tokens * shape.hidden * size  # input and output of the last norm, and the rows that predict tokens
     rows = grpo.prompts_per_step // grpo.updates_per_step * grpo.samples_per_prompt
     # A token budget allows at least one row per micro-batch.
-    in_one = cfg.model.micro_batch_size if _optional(cfg.model, "micro_batch_tokens") is None else 1
+    in_one = cfg.model.micro_batch_size if cfg.model.get("micro_batch_tokens") is None else 1
     in_flight = min(layout.pp, max(1, rows // layout.dp // in_one))
     work = tokens * size * (2 * shape.hidden + 3 * shape.ffn // layout.tp)
     # A layer without gradients: gate, up, their product (unfused: and silu(gate)), and four tensors of the hidden size.
-    widths = (3 if _optional(cfg.model, "bias_activation_fusion") else 4) * shape.ffn // layout.tp
+    widths = (3 if cfg.model.get("bias_activation_fusion") else 4) * shape.ffn // layout.tp
     passing = tokens * size * (4 * shape.hidden // (layout.tp if layout.sequence_parallel else 1) + widths)
     forward, backward = logits_bytes(cfg, shape, layout, tokens)
-    updates = max(one * in_flight + work, one + ends + max(backward, work))
+    updates = max(activations * in_flight + work, activations + ends + max(backward, work))
     cpu = cfg.trainer.accelerator == "cpu"
     swap = 0 if cpu else weights
     logprobs = max(forward + ends, passing)
-    host = weights if cpu else sum(_page_locked(size * count) for count in rank_tensors(shape, layout))
+    host = weights if cpu else sum(1 << (size * elements - 1).bit_length() for elements in rank_tensors(shape, layout))
     copied = not cpu or grpo.async_checkpoints
     checkpoint = parameters(shape, padded=True) * (2 * size + 3 * FLOAT32)
     return Memory(
@@ -390,7 +385,7 @@ def memory_of(cfg: DictConfig, vocab: int | None = None) -> Memory:
         optimizer=optimizer,
         fp8_weights=fp8_weights,
         reference_swap=swap,
-        activations=max(one * in_flight, one + ends),
+        activations=max(activations * in_flight, activations + ends),
         layer_work=work,
         logits_forward=forward,
         logits_backward=backward,
@@ -424,18 +419,17 @@ def _engine(cfg: DictConfig, shape: ModelShape) -> dict[str, Any]:
     """
     rollout, context = cfg.rollout, cfg.trainer.grpo.context_tokens
     tp, size = rollout.tensor_parallel_size, _SIZES.get(rollout.dtype, weight_bytes(cfg))
-    batch = max(rollout.max_batched_tokens, context)  # same value as rollout.server passes to vLLM
+    batch = max(rollout.max_batched_tokens, context)  # same value as rollout.engine.setup passes to vLLM
     work = batch * size * (4 * shape.hidden + 3 * shape.ffn // tp)
     head = max(size, FLOAT32) if cfg.trainer.grpo.float32_head else size
     work += rollout.max_num_seqs * shape.vocab * (head + 3 * FLOAT32)
-    kv_mb = rollout.kv_cache_mb
     return {
         "engine_weights": -(-parameters(shape) * size // tp),
         "engine_work": work,
         "engines_sleep": rollout.sleep is not None and cfg.trainer.accelerator != "cpu",
         "engines_apart": rollout.own_devices and cfg.trainer.accelerator != "cpu",
         "kv_sequence": 2 * shape.layers * max(1, shape.groups // tp) * shape.head_size * size * context,
-        "kv_configured": None if kv_mb is None else kv_mb * 2**20,
+        "kv_configured": None if rollout.kv_cache_mb is None else rollout.kv_cache_mb * 2**20,
     }
 
 
@@ -448,7 +442,7 @@ def _kept(grpo: DictConfig) -> int:
 
 def micro_batch_words(cfg: DictConfig) -> str:
     """Return a text for messages: the key that limits the size of a micro-batch, with its value."""
-    size, budget = cfg.model.micro_batch_size, _optional(cfg.model, "micro_batch_tokens")
+    size, budget = cfg.model.micro_batch_size, cfg.model.get("micro_batch_tokens")
     if budget is not None and budget < size * cfg.trainer.grpo.context_tokens:
         return f"model.micro_batch_tokens={budget}"
     return f"model.micro_batch_size={size}"
@@ -461,16 +455,11 @@ def device_bytes(cfg: DictConfig) -> float | None:
     """
     if cfg.trainer.accelerator == "cpu":
         return None
-    gigabytes = OmegaConf.select(cfg, "rollout.device_memory_gb")
+    gigabytes = cfg.rollout.device_memory_gb
     return smallest_gpu_bytes() if gigabytes is None else float(gigabytes) * GB
 
 
 def device_source(cfg: DictConfig) -> str:
     """Return the source of the number in `device_bytes`, as text: CUDA, or a key with its value."""
-    gigabytes = OmegaConf.select(cfg, "rollout.device_memory_gb")
+    gigabytes = cfg.rollout.device_memory_gb
     return "CUDA" if gigabytes is None else f"rollout.device_memory_gb={gigabytes:g}"
-
-
-def _optional(node: DictConfig, key: str) -> Any:
-    """Return the value of one of NeMo's keys; None if the configuration does not have it."""
-    return OmegaConf.select(node, key)

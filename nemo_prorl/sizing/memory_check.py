@@ -5,8 +5,10 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from nemo_prorl.config import num_ranks
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.sizing.memory import GB, Memory, device_source, memory_of, micro_batch_tokens, micro_batch_words
+from nemo_prorl.sizing.phases import allocations, phase_bytes
 
 
 def check_memory(cfg: DictConfig, device_bytes: float | None) -> Memory:
@@ -49,23 +51,14 @@ def _subject(cfg: DictConfig, memory: Memory) -> str:
     kv_mb = "null" if cfg.rollout.kv_cache_mb is None else cfg.rollout.kv_cache_mb
     if memory.engines_apart:
         return f"rollout.kv_cache_mb={kv_mb} on an engine's own GPU (rollout.own_devices)"
-    return f"rollout.kv_cache_mb={kv_mb} beside the trainer's state, while engines generate"
+    return f"rollout.kv_cache_mb={kv_mb} in addition to the trainer's state, while engines generate"
 
 
 def _parts(memory: Memory) -> dict[str, int]:
-    """Return the parts of `Memory.needed` by name, in bytes."""
-    in_turn = memory.engines_sleep or memory.engines_apart
-    training = in_turn and memory.while_training >= memory.while_generating
-    parts = {}
-    if training or not memory.engines_apart:
-        fp8 = ", FP8 copies" if memory.fp8_weights else ""
-        parts[f"weights, gradients, optimizer{fp8}"] = memory.trainer_resident
-    if training or not in_turn:
-        parts["peak of the trainer's work"] = memory.trainer_peak - memory.trainer_resident
-    if not training:
-        parts["engine"] = memory.engine_weights + memory.engine_work
-        parts["KV cache"] = memory.kv_sequence if memory.kv_configured is None else memory.kv_configured
-    return parts | {"reserve": memory.reserve}
+    """Return the parts of `Memory.needed` by name, in bytes: the allocations of the fullest phase."""
+    sums = phase_bytes(memory)
+    fullest = max(sums, key=lambda phase: sums[phase])
+    return {part.name: part.bytes for part in allocations(memory) if fullest in part.phases}
 
 
 def _what_fits(cfg: DictConfig, device_bytes: float) -> list[str]:
@@ -75,27 +68,24 @@ def _what_fits(cfg: DictConfig, device_bytes: float) -> list[str]:
         changes.append({"rollout.sleep": 2})
     if cfg.rollout.kv_cache_mb is not None:
         changes.append({"rollout.kv_cache_mb": None})
-    micro = micro_batch_tokens(cfg) // cfg.trainer.grpo.context_tokens // 2
+    context, micro = cfg.trainer.grpo.context_tokens, micro_batch_tokens(cfg) // cfg.trainer.grpo.context_tokens // 2
     while micro >= 1:
         changes.append({"model.micro_batch_size": micro})
         micro //= 2
-    if micro_batch_tokens(cfg) > cfg.trainer.grpo.context_tokens:
-        changes.append({"model.micro_batch_tokens": cfg.trainer.grpo.context_tokens})
+    if micro_batch_tokens(cfg) > context:
+        changes.append({"model.micro_batch_tokens": context})
     changes.append({"trainer.grpo.logprob_chunk_tokens": 1024})
     recompute = {"granularity": "full", "method": "uniform", "num_layers": 1}
     changes.append({f"model.activations_checkpoint_{name}": value for name, value in recompute.items()})
     tp = 2 * cfg.model.tensor_model_parallel_size
-    ranks = cfg.trainer.num_nodes * cfg.trainer.devices
-    if not any(n % tp for n in (cfg.model.num_query_groups, cfg.model.make_vocab_size_divisible_by, ranks)):
+    if not any(n % tp for n in (cfg.model.num_query_groups, cfg.model.make_vocab_size_divisible_by, num_ranks(cfg))):
         changes.append({"model.tensor_model_parallel_size": tp, "model.sequence_parallel": True})
-    found, seen = [], set()
+    fits: dict[tuple[str, ...], str] = {}  # by the changed keys: the first change of a key that is enough
     for change in changes:
         other = copy.deepcopy(cfg)
         for key, value in change.items():
             OmegaConf.update(other, key, value, force_add=True)
-        needed, kind = memory_of(other).needed, tuple(change)
-        if needed <= device_bytes and kind not in seen:
-            seen.add(kind)
+        if (needed := memory_of(other).needed) <= device_bytes:
             words = " ".join(f"{key}={'null' if value is None else value}" for key, value in change.items())
-            found.append(f"{words} (needs {needed / GB:.1f} GB)")
-    return found
+            fits.setdefault(tuple(change), f"{words} (needs {needed / GB:.1f} GB)")
+    return list(fits.values())

@@ -32,7 +32,7 @@ def allocations(m: "Memory") -> list[Allocation]:
     engine = PHASES[1:] if m.engines_sleep or m.engines_apart else PHASES
     cache = tuple(phase for phase in engine if phase != LOADING)
     pieces = () if m.engines_apart else (SAVING, RESETTING)
-    found = [
+    parts = [
         Allocation("weights", m.weights, trainer),
         Allocation("gradients", m.gradients, trainer),
         Allocation("optimizer", m.optimizer, trainer),
@@ -40,10 +40,10 @@ def allocations(m: "Memory") -> list[Allocation]:
         Allocation("pieces of whole weights", m.gathered, pieces),
         Allocation("engine's weights", m.engine_weights, engine),
         Allocation("engine's work", m.engine_work, engine),
-        Allocation("KV cache", m.kv_sequence if m.kv_configured is None else m.kv_configured, cache),
+        Allocation("KV cache", m.kv_planned, cache),
         Allocation("reserve", m.reserve, PHASES),
     ]
-    return [allocation for allocation in found if allocation.bytes and allocation.phases]
+    return [allocation for allocation in parts if allocation.bytes and allocation.phases]
 
 
 def phase_bytes(m: "Memory") -> dict[str, int]:

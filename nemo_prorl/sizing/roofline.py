@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from omegaconf import DictConfig
 
+from nemo_prorl.config import num_ranks, responses_per_step
 from nemo_prorl.sizing.flops import PEAKS, update_flops
 from nemo_prorl.sizing.memory import Memory, ModelShape, vocabulary
 
@@ -67,7 +68,7 @@ def step_time(
     shape = ModelShape.of(cfg.model, vocabulary(cfg)[0])
     mean = min(mean_tokens, longest)
     power = longest / mean - 1
-    trained = grpo.prompts_per_step * grpo.samples_per_prompt
+    trained = responses_per_step(cfg)
     cached = memory.kv_sequence / grpo.context_tokens  # bytes of a token in the KV cache of one rank of an engine
     generated = trained * per_trained / rollout.engines
     room = memory.kv_room(device_bytes)
@@ -87,10 +88,9 @@ def step_time(
     squares = PROMPT_TOKENS**2 + 2 * PROMPT_TOKENS * mean + 2 * longest**2 / ((power + 1) * (power + 2))
     passes = 1 + 2 / 3  # an update counts three forward passes
     operations = passes * update_flops(shape, trained * (PROMPT_TOKENS + mean), trained * squares)
-    ranks = cfg.trainer.num_nodes * cfg.trainer.devices
     return StepTime(
         rollout_s=(generated - running) * mean * full + end,
-        training_s=operations / (ranks * FLOPS * FLOPS_SHARE),
+        training_s=operations / (num_ranks(cfg) * FLOPS * FLOPS_SHARE),
         responses=generated,
         running=running,
         apart=bool(rollout.own_devices),

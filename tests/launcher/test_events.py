@@ -77,7 +77,7 @@ def test_it_hears_what_the_journal_tells(script: Script, tmp_path: Path) -> None
             ("stop", {"reason": "SIGTERM"}),
             ("finish", {}),
         ):
-            journal.append(event, 3, **fields)  # type: ignore[call-overload]
+            journal.append(event, 3, **fields)
             events.update()
             settled(events)
     expected = [

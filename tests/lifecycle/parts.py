@@ -8,6 +8,7 @@ from typing import Any
 
 from nemo_prorl.config import Config, DeadlinesConfig, ResetsConfig
 from nemo_prorl.leader import Leader
+from nemo_prorl.lifecycle.checkpoints import Checkpoints
 from nemo_prorl.lifecycle.records import Records
 from nemo_prorl.lifecycle.resets import Resets
 from nemo_prorl.lifecycle.validation import Validation
@@ -19,9 +20,10 @@ def leader() -> Leader:
     return Leader(DeadlinesConfig(), data_rank=0)
 
 
-class NoCheckpoints:
+class NoCheckpoints(Checkpoints):
     """Stands in for checkpoints that are written at once and none of which is kept."""
 
+    def __init__(self) -> None: ...
     def save(self, step: int, wait: bool = False) -> None: ...
     def wait(self) -> None: ...
     def has(self, step: int) -> bool:
@@ -41,5 +43,11 @@ class Parts:
         self.records = Records(Config(stage="none"), folder, writes=True)
         self.validation = Validation(Config(), nothing, nothing, self.records)
         self.resets = Resets(
-            config or ResetsConfig(), kl_allowed, policy, nothing, self.validation, self.records, leader()
+            config=config or ResetsConfig(),
+            kl_allowed=kl_allowed,
+            policy=policy,
+            rollouts=nothing,
+            validation=self.validation,
+            records=self.records,
+            leader=leader(),
         )

@@ -424,7 +424,7 @@ class SmallRun:
         )
 
     def _built(self, trainer: Trainer) -> None:
-        collector = trainer.rollouts.collector._part
+        collector = trainer.rollouts.collector._made[0]
         assert collector is not None
         self.collector = collector
         for group in collector._canaries._of_task if collector._canaries else []:
@@ -457,7 +457,7 @@ class SmallRun:
 
 def parts_of(checkpoints: Checkpoints) -> dict[str, Any]:
     """Return the state of every part that a checkpoint stores, as JSON."""
-    return {name: json.loads(json.dumps(part.state_dict())) for name, part in checkpoints._parts.items()}
+    return {name: json.loads(json.dumps(part.state_dict())) for name, part in checkpoints.parts.items()}
 
 
 @contextmanager

@@ -32,7 +32,7 @@ def trained(run: SmallRun, monkeypatch: pytest.MonkeyPatch, scores: dict[int, fl
         scores: held-out scores by step, instead of the measured ones; 0.1 where there is none.
     """
     trainer = run.start(monkeypatch)
-    heldout = trainer.validation._heldout
+    heldout = trainer.validation.heldout
 
     class Heldout:
         @staticmethod
@@ -42,7 +42,7 @@ def trained(run: SmallRun, monkeypatch: pytest.MonkeyPatch, scores: dict[int, fl
                 found["all"]["mean"] = scores.get(trainer.progress.step, 0.1)
             return found
 
-    monkeypatch.setattr(trainer.validation, "_heldout", Heldout)
+    monkeypatch.setattr(trainer.validation, "heldout", Heldout)
     try:
         trainer.train()
         trainer.finish()
@@ -127,7 +127,7 @@ def test_surplus_and_data_position_after_a_reset(
 def test_the_rules_forget_what_was_measured_before_a_reset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = SmallRun(config(tmp_path, ResetsConfig(at_steps=[3]), max_steps=4, validate_every=1))
     trainer = trained(run, monkeypatch)
-    history = trainer.resets._history._part
+    history = trainer.resets.history._made[0]
     assert history is not None
     assert (history.last_reset, history.step) == (3, 4)
     assert {key: [step for step, _ in points] for key, points in history.series.items()} == {

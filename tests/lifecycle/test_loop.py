@@ -196,7 +196,7 @@ def test_a_checkpoint_is_written_once(tmp_path: Path, monkeypatch: pytest.Monkey
     written: list[Any] = []
     for _ in range(2):
         trainer = run.start(monkeypatch)
-        written.append(trainer.checkpoints._policy.written)  # type: ignore[attr-defined]
+        written.append(trainer.checkpoints.policy.written)  # type: ignore[attr-defined]
         if trainer.progress.step:
             stops()
         at_step(run, {2: stops}, monkeypatch)(trainer)
@@ -345,9 +345,8 @@ def test_an_engine_that_grows_too_large_is_restarted_and_no_alarm_when_it_does_n
     def prepare(trainer: Trainer) -> None:
         process = {"pid": 7, "proportional_bytes": 2e9}
         monkeypatch.setattr("nemo_prorl.usage.newest", lambda folder: [{"processes": {"engine-0": process}}])
-        (tmp_path / "endpoints" / "engine-0.json").write_text(
-            json.dumps({"pid": 7, "kind": "engine", "url": "http://x", "state": "ready"})
-        )
+        endpoint = {"kind": "engine", "url": "http://localhost:1", "pid": 7, "state": "ready"}
+        (tmp_path / "endpoints" / "engine-0.json").write_text(json.dumps(endpoint))
         run.engines.wake_failures = {"engine-0": "it ended", "engine-1": "out of memory"}
 
     go(run, monkeypatch, prepare)

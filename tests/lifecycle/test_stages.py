@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 
 from nemo_prorl import settings
-from nemo_prorl.algorithms.reset_rules import policy_scores
+from nemo_prorl.algorithms.reset_rules import best_policy, policy_scores
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.launcher.chain import stage_names
 from nemo_prorl.lifecycle.retention import FORMAT
 from nemo_prorl.lifecycle.stages import (
     begun_from,
-    best_kept,
     chosen_checkpoint,
     end_in_words,
     origin,
@@ -103,10 +102,10 @@ def test_with_roll_back_a_stage_begins_with_the_best_validation(make: Make, tmp_
 
 def test_the_best_is_that_since_the_last_reset_and_kept() -> None:
     scores = {step: {"all": {"mean": mean}} for step, mean in ((0, 0.9), (4, 0.2), (6, 0.4), (8, 0.4), (10, 0.3))}
-    state = {"resets": {"done": [{"step": 4}]}, "validation": {"scores": scores}}
-    assert best_kept(state, {4, 6, 8, 10}) == 8  # the newest of equals; 0 lies before the reset
-    assert best_kept(state, {4, 10}) == 10
-    assert best_kept(state, {5}) is None
+    resets = [{"step": 4}]
+    assert best_policy(scores, resets, {4, 6, 8, 10}) == 8  # the newest of equals; 0 lies before the reset
+    assert best_policy(scores, resets, {4, 10}) == 10
+    assert best_policy(scores, resets, {5}) is None
 
 
 def test_after_a_roll_back_a_checkpoint_counts_as_what_it_went_back_to() -> None:
@@ -114,7 +113,7 @@ def test_after_a_roll_back_a_checkpoint_counts_as_what_it_went_back_to() -> None
     scores = {step: {"all": {"mean": mean}} for step, mean in ((10, 0.3), (20, 0.5), (30, 0.2), (40, 0.4))}
     done = [{"step": 10}, {"step": 30, "rolled_back_to": 20}]
     assert policy_scores(scores, done) == {10: 0.3, 20: 0.5, 30: 0.5, 40: 0.4}
-    assert best_kept({"resets": {"done": done}, "validation": {"scores": scores}}, {20, 30, 40}) == 30
+    assert best_policy(scores, done, {20, 30, 40}) == 30
 
 
 def test_a_checkpoint_is_chosen_by_its_age_its_score_or_its_step(make: Make) -> None:

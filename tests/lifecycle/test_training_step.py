@@ -12,7 +12,7 @@ import torch
 
 from nemo_prorl.batch import Batch
 from nemo_prorl.config import CorrectionConfig, ShapingConfig
-from nemo_prorl.leader import Leader, _unpacked
+from nemo_prorl.leader import Leader
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.rewards.second import SecondVerifiers
 from nemo_prorl.rollout.endpoints import response_seed
@@ -110,7 +110,7 @@ def test_advantages_are_those_of_the_shaped_rewards(
 
 def test_a_rank_of_several_trains_on_its_own_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Advantages of all responses, tokens of its own: the second of two ranks has half of each mini-batch."""
-    monkeypatch.setattr(Leader, "_scatter", lambda self, outcome: _unpacked(outcome)[-1])
+    monkeypatch.setattr(Leader, "share", lambda self, work: work()[-1])
 
     def prepare(run: SmallRun) -> None:
         run.policy.data_ranks = Ranks(1, 2)

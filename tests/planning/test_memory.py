@@ -248,7 +248,9 @@ def test_a_split_between_trainer_and_sleeping_engines_that_cannot_fit_names_who_
     assert "KV cache" not in str(caught.value).split("rollout.device_memory_gb")[0]
     with pytest.raises(ConfigError) as caught:
         check_memory(settings.load([*H100, "rollout.kv_cache_mb=70000"]), 80e9)
-    assert str(caught.value).startswith("rollout.kv_cache_mb=70000 beside the trainer's state, while engines generate")
+    assert str(caught.value).startswith(
+        "rollout.kv_cache_mb=70000 in addition to the trainer's state, while engines generate"
+    )
 
 
 def test_what_cannot_fit_is_refused_with_the_numbers_and_what_to_change() -> None:

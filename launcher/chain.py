@@ -16,7 +16,7 @@ from nemo_prorl.errors import ConfigError, ProrlError
 from nemo_prorl.launcher import chain_slurm
 from nemo_prorl.launcher.chain_slurm import ChainStage
 from nemo_prorl.launcher.curves import OF_A_CHAIN, RunResults, draw
-from nemo_prorl.launcher.submission import CLUSTER
+from nemo_prorl.launcher.submission import CLUSTER, ROOT
 from nemo_prorl.lifecycle.stages import begun_from, end_in_words
 from nemo_prorl.planning.columns import columns
 
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     if args.stages is None:
         raise ConfigError("--stages: expected run1..run8, or a part of it. Fix: name the stages, or --from CHECKPOINT")
     if not args.here:
-        root = chain_slurm.project_root()
+        root = ROOT
         folder, stages = read_chain(args.stages, args.overrides, root)
         if all(stage.finished for stage in stages):
             _log.info("all stages of %s are finished", folder)
@@ -68,7 +68,9 @@ def run(args: argparse.Namespace) -> int:
             _check_stages(stages)
         chain_slurm.launch(root, folder, stages, args)
         return 0
-    if given := [f"--{key}" for key in ("sbatch", "container-image", "container-mounts") if _given(args, key)]:
+    of_jobs = {"--sbatch": args.sbatch, "--container-image": args.container_image}
+    of_jobs["--container-mounts"] = args.container_mounts
+    if given := [option for option, value in of_jobs.items() if value is not None]:
         raise ConfigError(f"{given[0]} is for Slurm jobs, and --here uses none. Fix: remove one of the two")
     folder, stages = read_chain(args.stages, args.overrides)
     _check_stages(stages)
@@ -83,21 +85,17 @@ def _check_stages(stages: Sequence[ChainStage]) -> None:
     if stages and (fault := run_dir_fault(stages[0].run_dir.parent)):  # launch itself writes there
         raise ConfigError(fault)
     todo = [stage for stage in stages if not stage.finished]
-    told = set()
-    found = check_stages([stage.cfg for stage in todo])
+    results = check_stages([stage.cfg for stage in todo])
+    reported = set()
     for stage in todo:
         try:
             check_beginning(stage.cfg)
-            checked = next(found)
+            checked = next(results)
         except ProrlError as error:
             raise type(error)(f"stage {stage.name}: {error}") from error
-        if checked.words() not in told:  # several stages have the same records
-            told.add(checked.words())
+        if checked.words() not in reported:  # several stages have the same records
+            reported.add(checked.words())
             checked.tell()
-
-
-def _given(args: argparse.Namespace, key: str) -> bool:
-    return getattr(args, key.replace("-", "_")) is not None
 
 
 def _begin_from(args: argparse.Namespace) -> None:

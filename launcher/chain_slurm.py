@@ -10,7 +10,6 @@ import json
 import logging
 import shlex
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -20,12 +19,12 @@ from typing import TYPE_CHECKING, cast
 
 from omegaconf import DictConfig
 
-import nemo_prorl
 from nemo_prorl.errors import ConfigError, ProrlError, UnfitMachine
 from nemo_prorl.files import write_json
 from nemo_prorl.launcher.allocation import allocation
 from nemo_prorl.launcher.formats import ChainEntry, ChainRecord
-from nemo_prorl.launcher.slurm_queries import Job
+from nemo_prorl.launcher.run_results import finished_step
+from nemo_prorl.launcher.slurm_queries import Job, call, output
 from nemo_prorl.launcher.submission import Submission, arguments
 
 if TYPE_CHECKING:
@@ -39,12 +38,7 @@ GONE = "gone"  # state of a job that Slurm does not know any more
 _OVER = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"}
 _OVER |= {"REVOKED", "TIMEOUT"}
 _CHAINS_OWN = ("--dependency", "--kill-on-invalid-dep", "--chdir", "--array", "--wrap", "-d", "-D", "-a")
-_SUBMIT_S, _QUERY_S = 300.0, 60.0  # seconds for sbatch to answer; for any other Slurm command
-
-
-def project_root() -> Path:
-    """Return the folder of the project, which contains the package."""
-    return Path(nemo_prorl.__file__).resolve().parent.parent
+_SUBMIT_S = 300.0  # seconds for sbatch to answer
 
 
 # --- launching -------------------------------------------------------------------------------------------------------
@@ -65,11 +59,7 @@ class ChainStage:
     @property
     def finished(self) -> bool:
         """Return whether the stage has reached its last step."""
-        try:
-            summary = json.loads((self.run_dir / "summary.json").read_text())
-        except (OSError, ValueError):
-            return False
-        return bool(summary["finished"] and summary["step"] >= self.cfg.trainer.grpo.max_steps)
+        return finished_step(self.run_dir, self.cfg.trainer.grpo.max_steps) is not None
 
 
 @dataclass(frozen=True)
@@ -198,12 +188,12 @@ def _submit(how: _Launch, todo: Sequence[ChainStage], record: ChainRecord, held:
 
 def _sbatch(words: list[str], root: Path, stage: str) -> str:
     """Run an sbatch command for a stage; return the job's id."""
-    done = _call(words, _SUBMIT_S, root)
-    job = done.stdout.strip().partition(";")[0]  # sbatch prints ID;CLUSTER if there are several clusters
-    if done.returncode or not job.isdecimal():
-        raise UnfitMachine(
-            f"stage {stage} was not submitted: sbatch ended with exit code {done.returncode}: {_message(done)}"
-        )
+    try:
+        job = call(words, _SUBMIT_S, root).strip().partition(";")[0]  # ID;CLUSTER if there are several clusters
+    except UnfitMachine as error:
+        raise UnfitMachine(f"stage {stage} was not submitted: {error}") from error
+    if not job.isdecimal():
+        raise UnfitMachine(f"stage {stage}: sbatch printed no job id, but {job!r}. Fix: check squeue --me")
     return job
 
 
@@ -212,12 +202,9 @@ def _take_back(jobs: Sequence[str]) -> str:
     if not jobs:
         return "nothing was submitted"
     try:
-        done = _call(["scancel", *jobs], _QUERY_S)
-        failure = _message(done) if done.returncode else ""
+        call(["scancel", *jobs])
     except UnfitMachine as error:
-        failure = str(error)
-    if failure:
-        return f"the jobs submitted before it could not be cancelled ({failure}). Fix: scancel {' '.join(jobs)}"
+        return f"the jobs submitted before it could not be cancelled ({error}). Fix: scancel {' '.join(jobs)}"
     return f"cancelled the job{'s' if len(jobs) > 1 else ''} submitted before it: {', '.join(jobs)}"
 
 
@@ -318,53 +305,30 @@ def job_states(jobs: Sequence[str]) -> dict[str, JobState]:
     Raises:
         UnfitMachine: there is no Slurm, or it does not answer.
     """
-    found = queued(jobs)
-    if missing := [job for job in jobs if job not in found]:
-        found |= _accounted(missing)
-    return {job: found.get(job, JobState(GONE, "")) for job in jobs}
+    states = queued(jobs)
+    if missing := [job for job in jobs if job not in states]:
+        states |= _accounted(missing)
+    return {job: states.get(job, JobState(GONE, "")) for job in jobs}
 
 
 def queued(jobs: Sequence[str]) -> dict[str, JobState]:
     """Return the states of the jobs that squeue knows: waiting, running, or ended a few minutes ago."""
-    done = _call(["squeue", "-h", "-t", "all", "-j", ",".join(jobs), "-o", "%i %T %r"], _QUERY_S)
-    if done.returncode and "Invalid job id" in done.stderr:  # squeue fails for a single unknown job
-        return {}
-    if done.returncode:
-        raise UnfitMachine(f"squeue ended with exit code {done.returncode}: {_message(done)}")
-    rows = [line.split(maxsplit=2) for line in done.stdout.splitlines() if line.strip()]
+    try:
+        text = call(["squeue", "-h", "-t", "all", "-j", ",".join(jobs), "-o", "%i %T %r"])
+    except UnfitMachine as error:
+        if "Invalid job id" in str(error):  # squeue fails for a single unknown job
+            return {}
+        raise
+    rows = [line.split(maxsplit=2) for line in text.splitlines() if line.strip()]
     return {row[0]: JobState(row[1], _reason(row[2] if len(row) > 2 else "")) for row in rows}
 
 
 def _accounted(jobs: Sequence[str]) -> dict[str, JobState]:
     """Return the jobs' states from Slurm's accounting (sacct); {} if the cluster has no accounting."""
-    if shutil.which("sacct") is None:
-        return {}
-    done = _call(["sacct", "-X", "-n", "-P", "-j", ",".join(jobs), "-o", "JobID,State,Reason"], _QUERY_S)
-    if done.returncode:
-        return {}
-    rows = [line.split("|") for line in done.stdout.splitlines() if line.count("|") == 2]
+    text = output(["sacct", "-X", "-n", "-P", "-j", ",".join(jobs), "-o", "JobID,State,Reason"])
+    rows = [line.split("|") for line in text.splitlines() if line.count("|") == 2]
     return {job: JobState(state.split()[0], _reason(reason)) for job, state, reason in rows if state}
 
 
 def _reason(text: str) -> str:
     return "" if text.strip() in ("None", "(null)", "none") else text.strip()
-
-
-def _call(words: list[str], seconds: float, folder: Path | None = None) -> "subprocess.CompletedProcess[str]":
-    """Run a Slurm command.  Raises UnfitMachine if the program is missing or takes longer than `seconds`.
-
-    Args:
-        folder: working directory of the command; None: that of this process.
-    """
-    try:
-        return subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=seconds, check=False)
-    except FileNotFoundError as error:
-        raise UnfitMachine(f"{words[0]} is not on the PATH. Fix: run this on a machine with Slurm") from error
-    except subprocess.TimeoutExpired as error:
-        raise UnfitMachine(
-            f"{words[0]} did not answer within {seconds:g} s. Its request may still take effect: check squeue --me"
-        ) from error
-
-
-def _message(done: "subprocess.CompletedProcess[str]") -> str:
-    return " ".join((done.stderr.strip() or done.stdout.strip() or "no message").split())

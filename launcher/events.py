@@ -87,10 +87,8 @@ class Events:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if isinstance(error, Exception):
             what, *more = (str(error) or type(error).__name__).splitlines()
-            fields: HookFields = {"kind": type(error).__name__}
-            if more:
-                fields["log"] = more
-            self.failure(what, **fields)
+            fields: HookFields = {"log": more} if more else {}
+            self.failure(what, kind=type(error).__name__, **fields)
         self.close()
 
     def failure(self, what: str, **fields: Unpack[HookFields]) -> None:
@@ -197,10 +195,8 @@ class Events:
         self._running.append(_Call(process, what, time.monotonic() + self._kill_after_s))
 
     def _kill(self, call: _Call, why: str) -> None:
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(call.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         call.process.wait()
         self._complain(f"the command for {call.what} {why}")
 
@@ -219,11 +215,8 @@ class Events:
             return Path(os.devnull).open("ab", buffering=0)
 
     def _note(self, text: str) -> None:
-        try:
-            with self._open_log() as log:
-                log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n".encode())
-        except OSError:
-            pass  # a full disk is reported elsewhere
+        with suppress(OSError), self._open_log() as log:  # a full disk is reported elsewhere
+            log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n".encode())
 
 
 def _ignore_stop() -> None:
@@ -234,8 +227,8 @@ def _ignore_stop() -> None:
 def _reason(what: str, log: Sequence[str]) -> str:
     """Return a failure in one line.  The error that the failed process logged last, if any, comes before `what`."""
     for line in reversed(log):
-        if found := _ERROR.search(line):
-            return f"{found[1] or found[2]} ({what})"
+        if error := _ERROR.search(line):
+            return f"{error[1] or error[2]} ({what})"
     return what
 
 
@@ -247,9 +240,9 @@ def on_screen(what: str, log: Sequence[str], shown: bool) -> list[str]:
         shown: whether the first line of each of our own errors in `log` is on the screen already.
     """
     for at in reversed(range(len(log))):
-        if not (found := _ERROR.search(log[at])):
+        if not (error := _ERROR.search(log[at])):
             continue
-        if not (shown and found[1] and " nemo_prorl" in found[0]):
+        if not (shown and error[1] and " nemo_prorl" in error[0]):
             what = _reason(what, [log[at]])
         rest = list(takewhile(lambda line: not _RECORD.match(line), log[at + 1 :]))  # of an error of several lines
         return [*rest, what]

@@ -16,9 +16,7 @@ _log = logging.getLogger(__name__)
 
 _PATHS = {"engine": "/health", "rewards": "/v1/health"}
 _EVERY_S = 10.0  # longest time in seconds between two checks of a service
-_DIRECT = urllib.request.build_opener(
-    urllib.request.ProxyHandler({})
-)  # processes of a run reach each other without a proxy
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a run's processes need no proxy
 
 
 class Health:
@@ -29,9 +27,8 @@ class Health:
         self._closed = threading.Event()
         self._services = [_Service(child) for child in services]
         for service in self._services:
-            threading.Thread(
-                target=self._watch, args=(service,), daemon=True, name=f"health {service.child.name}"
-            ).start()
+            name = f"health {service.child.name}"
+            threading.Thread(target=self._watch, args=(service,), daemon=True, name=name).start()
 
     def update(self) -> None:
         """Kill services that did not answer for too long.  Call this in the thread that restarts them."""

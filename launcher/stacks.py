@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from nemo_prorl.launcher.processes import Child
-from nemo_prorl.launcher.usage import descendants
+from nemo_prorl.launcher.usage import families
 from nemo_prorl.stacks import SIGNAL
 
 _log = logging.getLogger(__name__)
@@ -54,11 +54,9 @@ class StackWriter:
     def _processes(self) -> Iterator[tuple[str, int]]:
         """Yield name and pid of each process; a process below a child has the child's name."""
         yield "supervisor", os.getpid()
-        running = [(child.name, child.process.pid) for child in self._children if child.process is not None]
-        below = descendants({pid for _, pid in running})
-        for name, pid in running:
-            for each in (pid, *below[pid]):
-                yield name, each
+        for name, processes in families(self._children).items():
+            for process in processes:
+                yield name, process.pid
 
 
 def _append(out: IO[str], name: str, pid: int) -> None:

@@ -20,13 +20,12 @@ from omegaconf import DictConfig
 import nemo_prorl
 from nemo_prorl import stacks
 from nemo_prorl.config import Config
-from nemo_prorl.launcher.determinism import variables_of_engines, variables_of_ranks
 from nemo_prorl.launcher.doctor.check import NoAnswer
-from nemo_prorl.launcher.environment import engine_libraries, for_engine, order_of_kernels, with_caches
+from nemo_prorl.launcher.environment import engine_libraries, engine_variables, for_engine, rank_variables, with_caches
 from nemo_prorl.launcher.events import Events, on_screen
 from nemo_prorl.launcher.health import Health
 from nemo_prorl.launcher.peers import CLEAN, End, Peers, Place
-from nemo_prorl.launcher.processes import Child, Lines, NeverServed, ProcessFailed, stop_all
+from nemo_prorl.launcher.processes import Child, MergedLog, NeverServed, ProcessFailed, stop_all
 from nemo_prorl.launcher.progress import Progress
 from nemo_prorl.launcher.run_data import plain
 from nemo_prorl.launcher.stacks import StackWriter
@@ -55,8 +54,8 @@ _TASK_VARIABLES = tuple(
 ) + ("PMI", "OMPI_")
 
 
-class _AtOnce(BaseException):
-    """A signal came for the second time."""
+class _Killed(BaseException):
+    """A signal came for the second time, and all processes were killed."""
 
 
 class Node:
@@ -74,7 +73,7 @@ class Node:
         cfg: DictConfig,
         run_dir: Path,
         tasks: Sequence[str],
-        merged: Lines,
+        merged: MergedLog,
         events: Events | None = None,
         place: Place | None = None,
         peers: Peers | None = None,
@@ -83,6 +82,11 @@ class Node:
         self.endpoints, self.logs = run_dir / "endpoints", run_dir / "logs"
         self.place, self.merged = place or Place(), merged
         self.peers = peers or Peers(self.endpoints, self.place)
+        several = self.place.nodes > 1
+        self._here = self.place.host if several else ""  # for messages
+        # Address at which services listen, and at which the ranks reach the services of this node.  On one node both
+        # are the loopback address, because a Slurm job's node has another address under its own name.
+        self._bind, self._public = ("0.0.0.0", self.place.host) if several else ("127.0.0.1", "127.0.0.1")
         self.progress: Progress | None = None  # on node 0 of a run that trains
         self._signals: list[int] = []
         self._closing = False  # whether `run` has begun to stop its processes
@@ -113,7 +117,7 @@ class Node:
                 for child in [*services, *ranks]:
                     child.start()
                 return self._watch(services, ranks, health)
-            except _AtOnce:
+            except _Killed:
                 return self._stopped("all processes were killed")
             finally:
                 self._closing = True
@@ -156,7 +160,10 @@ class Node:
                 return self._over(End(1, str(failure), self.place.host, child.name, status))
             health.update()
             self._stacks.update()
-            self._show()
+            if self.progress is not None:
+                self.progress.update()
+            if self.events is not None:
+                self.events.update()
             time.sleep(0.1)
 
     def _restart_requested(self, services: Sequence[Child]) -> None:
@@ -164,19 +171,11 @@ class Node:
         if time.monotonic() < self._look_at:
             return
         self._look_at = time.monotonic() + 1.0  # the folder may be on a slow shared disk
-        with suppress(OSError):  # a shared disk may be unavailable for a moment
-            asked = {name for name in os.listdir(self.endpoints) if name.endswith(RESTART_SUFFIX)}
-            for child in services:
-                if f"{child.name}{RESTART_SUFFIX}" in asked:
-                    (self.endpoints / f"{child.name}{RESTART_SUFFIX}").unlink()
-                    _log.info("%s is restarted on request", child.name)
-                    child.restart()
-
-    def _show(self) -> None:
-        if self.progress is not None:
-            self.progress.update()
-        if self.events is not None:
-            self.events.update()
+        for child in services:
+            with suppress(OSError):  # there is no request, or a shared disk is unavailable for a moment
+                (self.endpoints / f"{child.name}{RESTART_SUFFIX}").unlink()
+                _log.info("%s is restarted on request", child.name)
+                child.restart()
 
     def _ended(self, ranks: Sequence[Child], peer_end: End | None) -> End:
         """Return how the run ended, after a rank has ended here or on another node.
@@ -201,32 +200,33 @@ class Node:
         ended = [(r, c) for r, c in zip(ranks, codes, strict=True) if c is not None]
         if not ended:  # no rank of this node
             return self._over(None)
-        bad = sorted((c for c in ended if c[1] not in CLEAN), key=lambda one: one[1] >= 0)  # killed ones first
+        bad = sorted((c for c in ended if c[1] not in CLEAN), key=lambda item: item[1] >= 0)  # killed ones first
         if not bad:
             return self._over(None if peer_end is not None and not clean else End(max(c for _, c in ended)))
         rank, code = bad[0]
-        if peer_end is None and -code in self._forwarded:
+        sent = {FORWARDED_AS[signal.Signals(number)] for number in self._signals}  # they end a rank that is starting
+        if peer_end is None and -code in sent:
             return self._stopped("stopped while the trainer started")
         what = f"{rank.name} ended with status {code}; its log is {rank.log_file}"
         log = [line[:_LINE_CHARS] for line in list(rank.tail)[-_LAST_LINES:]]
         return self._over(End(code if code in (2, 3, 4) else 1, what, self._here, rank.name, code, log, at))
 
     def _stopped(self, how: str) -> End:
-        """Say what is kept of a run that ended at once on a signal; return how it ended."""
+        """Report what is kept of a run that a signal ended immediately; return how it ended."""
         kept = complete(self.dir / "checkpoints")
-        onward = f"continues after {kept[-1].name}" if kept else "begins anew, because no checkpoint was complete"
+        onward = f"continues after {kept[-1].name}" if kept else "begins again, because no checkpoint was complete"
         what = f"{how}; the same command {onward}"
         if kept:
             _log.warning(what)
         return self._over(End(75 if kept else 1, what, self._here))
 
-    def _over(self, mine: End | None) -> End:
+    def _over(self, own: End | None) -> End:
         """Return how the run ended, agreed with the other nodes; node 0 calls the event hook if the run failed.
 
         Args:
-            mine: end of this node's processes; None: a process of another node ended first.
+            own: end of this node's processes; None: a process of another node ended first.
         """
-        end = self.peers.agree(mine, stop_requested=bool(self._signals))
+        end = self.peers.agree(own, stop_requested=bool(self._signals))
         if end.clean or self.place.node > 0:
             return end
         where = f"{end.host}: " if end.host else ""
@@ -247,13 +247,12 @@ class Node:
                     child.kill_group()
                 if self._closing:
                     return
-                raise _AtOnce
+                raise _Killed
             self._signals.append(number)
             name = signal.Signals(number).name
             by_slurm = " from srun or Slurm" if name == "SIGTERM" and self.place.nodes > 1 else ""
-            _log.warning(
-                "received %s%s; the run stops after this step; a second signal kills its processes", name, by_slurm
-            )
+            text = "received %s%s; the run stops after this step; a second signal kills its processes"
+            _log.warning(text, name, by_slurm)
             for rank in ranks:
                 rank.signal(FORWARDED_AS[signal.Signals(number)])
 
@@ -281,29 +280,6 @@ class Node:
             restarts=restarts,
             endpoint=self.endpoints / f"{name}.json" if endpoint else None,
         )
-
-    @property
-    def _forwarded(self) -> set[int]:
-        """Return the signals that the ranks were sent, which end a rank that does not handle them yet."""
-        return {FORWARDED_AS[signal.Signals(number)] for number in self._signals}
-
-    @property
-    def _here(self) -> str:
-        """Return the host's name for messages of a run on several nodes; empty if the run has one node."""
-        return "" if self.place.nodes == 1 else self.place.host
-
-    @property
-    def _bind(self) -> str:
-        """Return the address at which services listen: only the loopback address if the run has one node."""
-        return "127.0.0.1" if self.place.nodes == 1 else "0.0.0.0"
-
-    @property
-    def _public(self) -> str:
-        """Return the address at which the ranks reach the services of this node.
-
-        On one node it is the loopback address, because a Slurm job's node has another address under its own name.
-        """
-        return self._bind if self.place.nodes == 1 else self.place.host
 
     def _rewards(self) -> Child:
         cfg, name = self.cfg, f"rewards-{self.place.node}"
@@ -352,7 +328,7 @@ class Node:
         command += ["--float32-head"] if cfg.trainer.grpo.float32_head else []
         command += ["--eager"] if rollout.eager else []
         command += ["--sleep"] if rollout.sleep is not None and not alone else []
-        env = {**self._gpus(local, alone), **variables_of_engines(cfg), **self._libraries}
+        env = {**self._gpus(local, alone), **engine_variables(cfg), **self._libraries}
         engine = self._child(f"engine-{index}", command, env, rollout.max_restarts, True, True)
         engine.has_served = self._has_engine_served
         if not alone and self._cores is not None:
@@ -429,8 +405,7 @@ class Node:
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
             "TORCHINDUCTOR_COMPILE_THREADS": "1",  # a rank compiles four small functions; a process pool costs more
-            **order_of_kernels(self.cfg),
-            **variables_of_ranks(self.cfg),
+            **rank_variables(self.cfg),
         }
         module = "nemo_prorl.preflight" if only == "preflight" else "nemo_prorl.rank"
         command = [sys.executable, "-m", module, str(self.dir), *(["warmup"] if only == "warmup" else [])]

@@ -45,21 +45,21 @@ class FolderFacts:
 
 def check_sizes() -> Iterator[Check]:
     """Check memory, /dev/shm and disk by general thresholds, because no configuration determines the needs."""
-    memory = psutil.virtual_memory()
-    free = memory.available / _GIB
-    text = f"{free:.0f} GiB available of {memory.total / _GIB:.0f}"
-    yield Check("memory", "warn" if free < 6 else "pass", text, "the laptop job takes about 6 GiB" if free < 6 else "")
-    free = _shm_free() / _GIB
-    text = f"{free:.1f} GiB free in /dev/shm, which passes the weights to the engines"
-    if free < 0.25:
-        cure = "free space in it, or enlarge it (containers: --shm-size) to three times the size of the weights"
-        yield Check("shm", "fail", text, cure)
-    else:
-        note = "" if free >= 12 else "a 1.5B model takes 9 GiB of it"
-        yield Check("shm", "warn" if note else "pass", text, note)
-    free = shutil.disk_usage(".").free / _GIB
-    note = "" if free >= 10 else "the environments take 7 GiB, and each checkpoint of a 1.5B model takes 25 GiB"
-    yield Check("disk", "warn" if note else "pass", f"{free:.0f} GiB free in this folder", note)
+    memory, disk, shm = psutil.virtual_memory(), shutil.disk_usage(".").free, _shm_free()
+    text = f"{memory.available / _GIB:.0f} GiB available of {memory.total / _GIB:.0f}"
+    yield _enough("memory", text, memory.available, 6 * _GIB, "the laptop job takes about 6 GiB")
+    text = f"{shm / _GIB:.1f} GiB free in /dev/shm, which passes the weights to the engines"
+    fix = "free space in it, or enlarge it (containers: --shm-size) to three times the size of the weights"
+    yield _enough("shm", text, shm, 12 * _GIB, "a 1.5B model takes 9 GiB of it", _GIB // 4, fix)
+    fix = "the environments take 7 GiB, and each checkpoint of a 1.5B model takes 25 GiB"
+    yield _enough("disk", f"{disk / _GIB:.0f} GiB free in this folder", disk, 10 * _GIB, fix)
+
+
+def _enough(name: str, text: str, free: float, ample: float, note: str, needed: float = 0, fix: str = "") -> Check:
+    """Return a check that fails with `fix` below `needed` bytes, and warns with `note` below `ample` bytes."""
+    if free < needed:
+        return Check(name, "fail", text, fix)
+    return Check(name, "warn", text, note) if free < ample else Check(name, "pass", text)
 
 
 def check_storage(cfg: DictConfig) -> Iterator[Check]:
@@ -227,24 +227,18 @@ def judge_room(facts: FolderFacts, needed: int) -> Check:
     free = facts.free + facts.held
     text = f"{gb(facts.free)} free; the run's checkpoints take {gb(needed)}"
     text += f", of which {gb(facts.held)} exist already" if facts.held else ""
-    if free < needed:
-        cure = "free space, or lower trainer.grpo.keep_checkpoints or trainer.grpo.checkpoint_budget_gb"
-        return Check("disk", "fail", text, cure)
-    if free < 1.2 * needed:
-        cure = "free space: little is left for rollouts, logs and other users, and a quota may leave even less"
-        return Check("disk", "warn", text, cure)
-    return Check("disk", "pass", text)
+    fix = "free space, or lower trainer.grpo.keep_checkpoints or trainer.grpo.checkpoint_budget_gb"
+    note = "free space: little is left for rollouts, logs and other users, and a quota may leave even less"
+    return _enough("disk", text, free, 1.2 * needed, note, needed, fix)
 
 
 def judge_shm(free: int, published: int) -> Check:
     """Judge /dev/shm.  `published`: bytes of two versions of the weights, for the engines of this node."""
     text = f"{gb(free)} free in /dev/shm; two versions of the weights take {gb(published)}"
-    if free < published:
-        cure = "free space in it, or enlarge it (containers: --shm-size, or --ipc=host)"
-        return Check("shm", "fail", text, cure)
-    if free < published + 0.5e9:
-        return Check("shm", "warn", text, "enlarge it by 0.5 GB: NCCL and data workers use it too")
-    return Check("shm", "pass", text)
+    fix = "free space in it, or enlarge it (containers: --shm-size, or --ipc=host)"
+    return _enough(
+        "shm", text, free, published + 0.5e9, "enlarge it by 0.5 GB: NCCL and data workers use it too", published, fix
+    )
 
 
 def host_parts(cfg: DictConfig, memory: Memory) -> dict[str, int]:
@@ -268,13 +262,9 @@ def judge_host(available: tuple[int, str], parts: Mapping[str, int]) -> Check:
     needed = sum(parts.values())
     by_purpose = ", ".join(f"{name} {gb(value)}" for name, value in parts.items())
     text = f"{gb(available[0])} available ({available[1]}); the run's data take {gb(needed)} ({by_purpose})"
-    if available[0] < needed:
-        cure = "request more (Slurm: --mem=0), or lower trainer.devices; otherwise the kernel kills a process"
-        return Check("memory", "fail", text, cure)
-    if available[0] < 1.25 * needed + 4e9:
-        cure = "end other programs on this machine: libraries and reward workers need some GB more"
-        return Check("memory", "warn", text, cure)
-    return Check("memory", "pass", text)
+    fix = "request more (Slurm: --mem=0), or lower trainer.devices; otherwise the kernel kills a process"
+    note = "end other programs on this machine: libraries and reward workers need some GB more"
+    return _enough("memory", text, available[0], 1.25 * needed + 4e9, note, needed, fix)
 
 
 def available_memory(environment: Mapping[str, str], cgroups: Path = Path("/sys/fs/cgroup")) -> tuple[int, str]:

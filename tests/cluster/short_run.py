@@ -91,7 +91,7 @@ def stand_in() -> None:
     vars(weights)["WeightStore"] = lambda folder: SimpleNamespace(folder=folder, remove_stale=list, remove=lambda: None)
     vars(weights)["weights_folder"] = lambda run_dir, node: run_dir / f"weights-{node}"
     sys.modules[weights.__name__] = weights
-    from nemo_prorl.launcher import job, prepare, supervisor
+    from nemo_prorl.launcher import prepare, run_results, supervisor
     from nemo_prorl.launcher.processes import Child
 
     def prepared(cfg: object, run_dir: Path, config_text: str) -> list[str]:
@@ -117,7 +117,7 @@ def stand_in() -> None:
     for module, name, value in (
         (prepare, "prepare", prepared),
         (prepare, "check_node", lambda *_: None),
-        (job, "print_results", lambda run_dir: None),
+        (run_results, "print_results", lambda run_dir: None),
         (supervisor.Node, "_rewards", sleeps("rewards")),
         (supervisor.Node, "_engine", sleeps("engine")),
         (supervisor.Node, "_ranks", ranks),

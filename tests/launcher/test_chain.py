@@ -50,7 +50,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     root = tmp_path / "project"
     (root / "slurm").mkdir(parents=True)
     (root / "slurm" / "stage.sbatch").write_text('#!/bin/bash\n#SBATCH --time=4:00:00\nexec python x "$@"\n')
-    monkeypatch.setattr(chain_slurm, "project_root", lambda: root)
+    monkeypatch.setattr(chain, "ROOT", root)
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setenv("PATH", str(tmp_path / "slurm"))  # no Slurm but ours
@@ -315,7 +315,7 @@ def test_wrong_use_is_said(slurm: Slurm, words: Sequence[str], says: str, caplog
 
 
 def test_the_projects_folder_is_the_checkout() -> None:
-    assert chain_slurm.project_root() == ROOT
+    assert chain.ROOT == ROOT
 
 
 def test_here_says_which_runs_it_would_start(capsys: Told, project: Path) -> None:

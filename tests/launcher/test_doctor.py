@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from nemo_prorl import cli, settings
 from nemo_prorl.data.laptop.model import qwen2_config
 from nemo_prorl.errors import ConfigError
+from nemo_prorl.files import write_text
 from nemo_prorl.launcher import doctor
 from nemo_prorl.launcher.doctor import machine, model, network, node_probe, nodes, storage
 from nemo_prorl.launcher.doctor.check import Check, NoAnswer, ask, output_of
@@ -387,7 +388,7 @@ def test_what_the_probes_print_is_read() -> None:
 
 def test_srun_that_does_not_end_is_asked_to() -> None:
     begin = time.monotonic()
-    output, errors = nodes.run_probes(["sh", "-c", "echo begun; exec sleep 30"], seconds=1.5)
+    output, errors = nodes.run_probes(["sh", "-c", "echo begun; exec sleep 30"], 1, [], seconds=1.5)
     assert (output, "1.5 s" in errors) == ("begun\n", True)
     assert time.monotonic() - begin < 15
 
@@ -429,14 +430,14 @@ def test_an_error_of_doctor_s_own_file_is_not_put_down_to_the_nodes_mounts(
 ) -> None:
     calls: list[Path] = []
 
-    def replaced(half: Path, whole: Path) -> None:
-        calls.append(whole)
+    def written(file: Path, text: str) -> None:
+        calls.append(file)
         if len(calls) == 3:
             raise OSError(errno.EDQUOT, "Disk quota exceeded")
-        os.replace(half, whole)
+        write_text(file, text)
 
     monkeypatch.setattr(nodes, "own_address", lambda: "127.0.0.1")
-    monkeypatch.setattr(nodes, "os", SimpleNamespace(replace=replaced))
+    monkeypatch.setattr(nodes, "write_text", written)
     cfg = laptop(trainer__num_nodes=2, rollout__engines=2, run_dir=str(tmp_path / "run"))
     (failed,) = [check for check in nodes.check_nodes(cfg, fake_srun) if check.state != "pass"]
     assert "Disk quota exceeded" in failed.text

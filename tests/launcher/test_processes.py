@@ -260,8 +260,8 @@ def test_a_port_for_later_is_none_that_a_connection_may_take() -> None:
 
 def test_standard_output_that_is_not_utf_8_takes_every_line() -> None:
     """A thread that fails at a character would leave the process behind at a full pipe."""
-    code = """from nemo_prorl.launcher.processes import StandardOutput
-StandardOutput().write("trainer-1", "reward \\u2192 1")
+    code = """from nemo_prorl.launcher.processes import MergedLog
+MergedLog(None).write("trainer-1", "reward \\u2192 1")
 """
     env = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": os.pathsep.join(sys.path)}
     said = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, check=True)

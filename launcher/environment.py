@@ -104,7 +104,9 @@ def for_engine(environ: Mapping[str, str]) -> dict[str, str]:
     return kept
 
 
-def engine_libraries(environ: Mapping[str, str], driver: str | None) -> tuple[Path | None, dict[str, str]]:
+def engine_libraries(
+    cfg: DictConfig, environ: Mapping[str, str], driver: str | None
+) -> tuple[Path | None, dict[str, str]]:
     """Return the folder of NVIDIA's forward-compatibility libraries and the variable with which an engine uses it.
 
     The folder (PRORL_CUDA_COMPAT) has the part of a newer driver that a process loads: libcuda.so.1.  With a driver of
@@ -113,12 +115,13 @@ def engine_libraries(environ: Mapping[str, str], driver: str | None) -> tuple[Pa
     dynamic linker has read it already.
 
     Args:
-        environ: the engine's variables.
+        environ: variables of the process that starts the engine.
         driver: version of the node's driver, such as 550.54.15; None: unknown.
 
     Returns:
         (None, {}) if there are no such libraries or the driver does not need them.
     """
+    environ = {**dict(cfg.launch.env), **for_engine(environ)}
     folder = Path(environ.get(CUDA_COMPAT) or "/nowhere")
     try:
         library = (folder / "libcuda.so.1").resolve(strict=True).name  # such as libcuda.so.580.95.05

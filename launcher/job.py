@@ -23,7 +23,7 @@ from nemo_prorl.errors import ConfigError, ProrlError, UnfitMachine
 from nemo_prorl.launcher import run_results
 from nemo_prorl.launcher.doctor.storage import checkpoint_room
 from nemo_prorl.launcher.events import Events
-from nemo_prorl.launcher.peers import Place
+from nemo_prorl.launcher.peers import Peers, Place
 from nemo_prorl.launcher.prepare import prepare
 from nemo_prorl.launcher.processes import MergedLog, free_port
 from nemo_prorl.launcher.supervisor import Node
@@ -79,8 +79,8 @@ def preflight(cfg: DictConfig, config_text: str, events: Events) -> int:
 def _supervise(cfg: DictConfig, run_dir: Path, config_text: str, events: Events, only: str | None = None) -> int:
     tasks = prepare(cfg, run_dir, config_text)
     clear_endpoints(run_dir)
-    merged, place = MergedLog(run_dir / "logs" / "all.log"), Place(port=free_port("127.0.0.1"))
-    return Node(cfg, run_dir, tasks, merged, events, place).run(only).code
+    peers = Peers(run_dir / "endpoints", Place(port=free_port("127.0.0.1")))
+    return Node(cfg, run_dir, tasks, MergedLog(run_dir / "logs" / "all.log"), events, peers).run(only).code
 
 
 def one_node(cfg: DictConfig) -> Path:

@@ -65,7 +65,7 @@ class Node:
         tasks: tasks that the reward server judges.
         merged: destination for the lines of all processes.
         events: caller of the `on_event` command; None on nodes other than node 0.
-        place: position in a run on several nodes; None: the run has one node.
+        peers: the other nodes, and the place of this one; None: the run has one node.
     """
 
     def __init__(
@@ -75,13 +75,12 @@ class Node:
         tasks: Sequence[str],
         merged: MergedLog,
         events: Events | None = None,
-        place: Place | None = None,
         peers: Peers | None = None,
     ) -> None:
         self.cfg, self.dir, self.tasks, self.events = cfg, run_dir, tasks, events
         self.endpoints, self.logs = run_dir / "endpoints", run_dir / "logs"
-        self.place, self.merged = place or Place(), merged
-        self.peers = peers or Peers(self.endpoints, self.place)
+        self.merged, self.peers = merged, peers or Peers(self.endpoints, Place())
+        self.place = self.peers.place
         several = self.place.nodes > 1
         self._here = self.place.host if several else ""  # for messages
         # Address at which services listen, and at which the ranks reach the services of this node.  On one node both
@@ -376,8 +375,7 @@ class Node:
     @cached_property
     def _libraries(self) -> dict[str, str]:
         """Return the variable with which engines use CUDA on an older driver, if they need one."""
-        site = {**dict(self.cfg.launch.env), **for_engine(os.environ)}
-        return engine_libraries(site, self._devices[0].driver if self._devices else None)[1]
+        return engine_libraries(self.cfg, os.environ, self._devices[0].driver if self._devices else None)[1]
 
     def _kv_mb(self) -> int | None:
         """Return the GPU memory left for the engine's KV cache beside the trainer, in MiB; None on a CPU."""

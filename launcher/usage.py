@@ -7,13 +7,13 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 
 from nemo_prorl.files import write_json
-from nemo_prorl.launcher.doctor.storage import available_memory
+from nemo_prorl.launcher.doctor.storage import available_memory, bytes_under
 from nemo_prorl.launcher.peers import Place
 from nemo_prorl.launcher.processes import Child
 from nemo_prorl.usage import NodeUsage, ProcessUsage
@@ -63,20 +63,9 @@ class UsageSampler:
         """Return the size of the run directory; it is measured again after 200 times the seconds that this took."""
         began = time.monotonic()
         if began >= self._walk_at:
-            self._run_dir_bytes = sum(_sizes(self._dir))
+            self._run_dir_bytes = bytes_under(self._dir)
             self._walk_at = began + (time.monotonic() - began) / _SHARE
         return self._run_dir_bytes
-
-
-def _sizes(folder: Path) -> Iterator[int]:
-    """Yield the sizes of the files below a folder in bytes; files that are removed during the call are left out."""
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                yield from _sizes(Path(entry.path))
-            else:
-                with contextlib.suppress(OSError):
-                    yield entry.stat(follow_symlinks=False).st_size
 
 
 def families(children: Sequence[Child]) -> dict[str, list[psutil.Process]]:

@@ -86,7 +86,7 @@ def _stale_weights(run_dir: Path) -> int:
     from nemo_prorl.rollout.weights import weights_folder
 
     folder = weights_folder(run_dir)
-    return sum(map(_bytes_under, folder.parent.glob(f"{folder.name}*")))  # this machine may be several nodes of a run
+    return sum(map(bytes_under, folder.parent.glob(f"{folder.name}*")))  # this machine may be several nodes of a run
 
 
 def measure_folder(run_dir: Path) -> FolderFacts:
@@ -108,7 +108,7 @@ def measure_folder(run_dir: Path) -> FolderFacts:
             path=there,
             filesystem=filesystem_of(there),
             free=shutil.disk_usage(there).free,
-            held=_bytes_under(run_dir / "checkpoints"),
+            held=bytes_under(run_dir / "checkpoints"),
             replace_fault=_fault(_replace, trial),
             sync_fault=sync_fault,
             sync_s=sync_s,
@@ -124,12 +124,14 @@ def nearest(run_dir: Path) -> Path:
     return next(folder for folder in (run_dir, *run_dir.parents) if folder.is_dir())
 
 
-def _bytes_under(folder: Path) -> int:
-    """Return the total bytes of the files under a folder; skip files that a running job removes meanwhile."""
+def bytes_under(folder: Path) -> int:
+    """Return the total bytes of the files under a folder; files that are removed during the call are left out."""
     total = 0
-    for file in folder.rglob("*"):
-        with suppress(FileNotFoundError):
-            total += file.stat().st_size if file.is_file() else 0
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(OSError):
+                is_folder = entry.is_dir(follow_symlinks=False)
+                total += bytes_under(Path(entry)) if is_folder else entry.stat(follow_symlinks=False).st_size
     return total
 
 

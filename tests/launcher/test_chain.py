@@ -11,7 +11,7 @@ import pytest
 
 from nemo_prorl import cli, settings
 from nemo_prorl.errors import UnfitMachine
-from nemo_prorl.launcher import chain, chain_slurm
+from nemo_prorl.launcher import chain
 from nemo_prorl.launcher.chain_slurm import JobState, job_states
 from nemo_prorl.launcher.submission import CLUSTER
 from tests.conftest import ROOT

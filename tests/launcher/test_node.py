@@ -239,7 +239,7 @@ def test_the_ranks_port_is_chosen_when_the_run_is_prepared(tmp_path: Path, monke
 
     class Started:
         def __init__(self, *parts: Any) -> None:
-            order.append(parts[5].port)
+            order.append(parts[5].place.port)
 
         def run(self) -> End:
             return End(75)
@@ -260,5 +260,5 @@ def test_the_ranks_port_is_chosen_when_the_run_is_prepared(tmp_path: Path, monke
     words = [f"run_dir={tmp_path}", "cluster=slurm_dev", "trainer.num_nodes=1", "rollout.engines=1"]
     args = argparse.Namespace(overrides=words, lock_wait_s=0.0)
     place = Place(host="a")
-    assert node.lead(args, place, Peers(tmp_path / "endpoints", place), MergedLog(None)).code == 75
+    assert node.lead(args, Peers(tmp_path / "endpoints", place), MergedLog(None)).code == 75
     assert order == ["prepared", "chosen", 4711]

@@ -59,7 +59,7 @@ def test_services_are_reached_where_they_listen(tmp_path: Path, place: Place, ho
         [f"run_dir={tmp_path}", f"trainer.num_nodes={place.nodes}", f"rollout.engines={place.nodes}"]
     )
     peers = Peers(tmp_path, place, "1", 0.1)
-    node = Node(cfg, tmp_path, ["chain_sum"], MergedLog(tmp_path / "all.log"), None, place, peers)
+    node = Node(cfg, tmp_path, ["chain_sum"], MergedLog(tmp_path / "all.log"), None, peers)
     command = node._rewards().command
     assert command[command.index("--public-host") + 1] == host
     assert command[command.index("--host") + 1] == ("0.0.0.0" if place.nodes > 1 else host)
@@ -79,7 +79,7 @@ def test_a_service_that_used_up_its_restarts_is_named(tmp_path: Path) -> None:
     engine.start()
     assert engine.process is not None
     engine.process.wait(20)
-    node = Node(cfg, tmp_path, ["chain_sum"], merged, None, place, Peers(tmp_path, place, "1", 0.1))
+    node = Node(cfg, tmp_path, ["chain_sum"], merged, None, Peers(tmp_path, place, "1", 0.1))
     health: Any = None
     end = node._watch([engine], [], health)
     assert (end.code, end.host, end.process, end.status) == (1, "b", "engine-1", 7)
@@ -117,7 +117,7 @@ def node_of_two(folder: Path, *overrides: str) -> Node:
     sizes = ["trainer.num_nodes=2", "trainer.devices=2", "rollout.engines=4", "rollout.eager=true"]
     cfg: DictConfig = load([f"run_dir={folder}", *sizes, *overrides])
     place = Place(1, 2, "node1", "node0", 4321)
-    return Node(cfg, folder, ["math", "mine"], MergedLog(folder / "all.log"), None, place, Peers(folder, place, "1"))
+    return Node(cfg, folder, ["math", "mine"], MergedLog(folder / "all.log"), None, Peers(folder, place, "1"))
 
 
 def test_an_engine_is_told_the_settings_of_the_run(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ class _Launch:
         """Return the sbatch command of a stage.
 
         Args:
-            before: id of the job that must succeed first; None: the stage starts at once.
+            before: id of the job that must succeed first; None: the stage waits for no job.
         """
         waits = [f"--dependency=afterok:{before}", "--kill-on-invalid-dep=yes"] if before else []
         ours = ["sbatch", "--parsable", f"--job-name={self.folder.name}-{stage.name}", *waits]

@@ -177,13 +177,13 @@ class Events:
         env = {f"PRORL_{k.upper()}": str(v).replace("\0", "")[:_ENV_CHARS] for k, v in values.items()}
         self._note(f"{what}: {about['what']}")
         try:
-            with tempfile.TemporaryFile() as given, self._open_log() as log:
-                given.write(json.dumps(about).encode() + b"\n")
-                given.seek(0)
+            with tempfile.TemporaryFile() as standard_input, self._open_log() as log:
+                standard_input.write(json.dumps(about).encode() + b"\n")
+                standard_input.seek(0)
                 process = subprocess.Popen(
                     self.command,
                     env={**os.environ, **env},
-                    stdin=given,
+                    stdin=standard_input,
                     stdout=log,
                     stderr=log,
                     start_new_session=True,
@@ -194,11 +194,11 @@ class Events:
             return
         self._running.append(_Call(process, what, time.monotonic() + self._kill_after_s))
 
-    def _kill(self, call: _Call, why: str) -> None:
+    def _kill(self, call: _Call, reason: str) -> None:
         with suppress(ProcessLookupError):
             os.killpg(call.process.pid, signal.SIGKILL)
         call.process.wait()
-        self._complain(f"the command for {call.what} {why}")
+        self._complain(f"the command for {call.what} {reason}")
 
     def _complain(self, text: str) -> None:
         """Write a problem of the hook to the hook's log, and the first problem also to the run's log."""

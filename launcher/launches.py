@@ -56,8 +56,8 @@ class Launches:
 
     def step(self) -> int:
         """Return the step of the newest complete checkpoint; -1 if there is none."""
-        found = (self._run_dir / "checkpoints").glob("step-*")
-        steps = [int(p.name[5:]) for p in found if p.name[5:].isdigit() and (p / "state.json").is_file()]
+        folders = (self._run_dir / "checkpoints").glob("step-*")
+        steps = [int(p.name[5:]) for p in folders if p.name[5:].isdigit() and (p / "state.json").is_file()]
         return max(steps, default=-1)
 
     def fruitless(self) -> tuple[int, int]:

@@ -100,8 +100,8 @@ def run_dir_fault(run_dir: Path) -> str | None:
     nearest = next(folder for folder in (run_dir.absolute(), *run_dir.absolute().parents) if os.path.lexists(folder))
     if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
         return None
-    why = "cannot be written" if nearest.is_dir() else "is not a folder"
-    return f"run_dir={run_dir}: expected a folder that exists or can be made; {nearest} {why}. Fix: run_dir=FOLDER"
+    fault = "cannot be written" if nearest.is_dir() else "is not a folder"
+    return f"run_dir={run_dir}: expected a folder that exists or can be made; {nearest} {fault}. Fix: run_dir=FOLDER"
 
 
 def _warn_of_repeats(records: int, prompts: int) -> None:

@@ -118,6 +118,11 @@ class Child:
     _log_failed: bool = False
     _copier: threading.Thread | None = None
 
+    @property
+    def status(self) -> int | None:
+        """Return the exit status of the process; negative: the signal that killed it; None: it runs or never ran."""
+        return None if self.process is None else self.process.poll()
+
     def start(self) -> None:
         """Start the process in a new session, with SIGUSR1 blocked."""
         if self.endpoint is not None:
@@ -163,8 +168,8 @@ class Child:
             else:
                 self._log_failed = False
             self.tail.append(line)
-            if process is self.process and (found := _RAISED.fullmatch(line)) and not any(w in line for w in _FOLLOWS):
-                self.raised = found[1][:_SHOWN_CHARS]
+            if process is self.process and (match := _RAISED.fullmatch(line)) and not any(w in line for w in _FOLLOWS):
+                self.raised = match[1][:_SHOWN_CHARS]
             if self.on_line is not None:
                 self.on_line(line)
 
@@ -175,7 +180,7 @@ class Child:
 
     def signal(self, number: int) -> None:
         """Signal the process, if it runs."""
-        if self.process is not None and self.process.poll() is None:
+        if self.process is not None and self.status is None:
             self.process.send_signal(number)
 
     def kill_group(self) -> None:

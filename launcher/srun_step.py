@@ -75,7 +75,7 @@ class Step:
     def forward_stop(self) -> None:
         """Send a requested stop once all supervisors have begun: SIGUSR1, which srun forwards to them.
 
-        The signal is sent only once, because a supervisor ends at once on a second one.
+        The signal is sent only once, because a second one makes a supervisor kill its processes.
         """
         if not self._stop_requested or self._stop_sent or len(self.begun) < self._nodes:
             return

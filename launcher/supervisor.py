@@ -141,9 +141,8 @@ class Node:
 
     def _watch(self, services: Sequence[Child], ranks: Sequence[Child], health: Health) -> End:
         while True:
-            codes = [rank.process.poll() for rank in ranks if rank.process is not None]
             end = self.peers.look()
-            if end is not None or any(code is not None for code in codes):
+            if end is not None or any(rank.status is not None for rank in ranks):
                 return self._ended(ranks, end)
             try:
                 self._restart_requested(services)
@@ -155,8 +154,7 @@ class Node:
                         rank.kill_group()
                 if self.place.nodes == 1:
                     raise
-                status = None if child.process is None else child.process.returncode
-                return self._over(End(1, str(failure), self.place.host, child.name, status))
+                return self._over(End(1, str(failure), self.place.host, child.name, child.status))
             health.update()
             self._stacks.update()
             if self.progress is not None:
@@ -187,22 +185,20 @@ class Node:
         at = time.time()
         clean = peer_end is not None and peer_end.clean
         end = time.monotonic() + (self.cfg.trainer.deadlines.stop_s if clean else 10.0)
-        while time.monotonic() < end and any(r.process is not None and r.process.poll() is None for r in ranks):
+        while time.monotonic() < end and any(rank.status is None for rank in ranks):
             time.sleep(0.1)
+        ended = [(rank, code) for rank in ranks if (code := rank.status) is not None]
         end = time.monotonic() + 1.0
-        for rank in ranks:
-            if rank.process is not None and rank.process.poll() is not None:
-                rank.read_out(max(0.0, end - time.monotonic()))
+        for rank, _ in ended:
+            rank.read_out(max(0.0, end - time.monotonic()))
         if self.progress is not None:
             self.progress.update()
-        codes = [r.process.poll() for r in ranks if r.process is not None]
-        ended = [(r, c) for r, c in zip(ranks, codes, strict=True) if c is not None]
         if not ended:  # no rank of this node
             return self._over(None)
-        bad = sorted((c for c in ended if c[1] not in CLEAN), key=lambda item: item[1] >= 0)  # killed ones first
-        if not bad:
-            return self._over(None if peer_end is not None and not clean else End(max(c for _, c in ended)))
-        rank, code = bad[0]
+        failed = [(rank, code) for rank, code in ended if code not in CLEAN]
+        if not failed:
+            return self._over(None if peer_end is not None and not clean else End(max(code for _, code in ended)))
+        rank, code = min(failed, key=lambda item: item[1] >= 0)  # killed ones first
         sent = {FORWARDED_AS[signal.Signals(number)] for number in self._signals}  # they end a rank that is starting
         if peer_end is None and -code in sent:
             return self._stopped("stopped while the trainer started")

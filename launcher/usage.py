@@ -71,13 +71,13 @@ class UsageSampler:
 def families(children: Sequence[Child]) -> dict[str, list[psutil.Process]]:
     """Return by name the process of each running child, followed by all processes below it."""
     names = {child.process.pid: child.name for child in children if child.process is not None}
-    found: dict[str, list[psutil.Process]] = {name: [] for name in names.values()}
+    below: dict[str, list[psutil.Process]] = {name: [] for name in names.values()}
     for process in psutil.Process().children(recursive=True):  # a parent comes before its children
         with contextlib.suppress(psutil.NoSuchProcess):
             if name := names.get(process.pid) or names.get(process.ppid()):
                 names[process.pid] = name
-                found[name].append(process)
-    return {name: processes for name, processes in found.items() if processes}
+                below[name].append(process)
+    return {name: processes for name, processes in below.items() if processes}
 
 
 def _together(processes: Sequence[psutil.Process]) -> ProcessUsage:

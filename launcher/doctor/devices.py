@@ -219,8 +219,8 @@ def cuda_of_torch(folders: Sequence[Path]) -> str | None:
     """
     for folder in folders:
         file = folder / "torch" / "version.py"
-        if file.is_file() and (found := re.search(r"^cuda\b[^=\n]*=\s*['\"]([\d.]+)", file.read_text(), re.M)):
-            return found[1]
+        if file.is_file() and (match := re.search(r"^cuda\b[^=\n]*=\s*['\"]([\d.]+)", file.read_text(), re.M)):
+            return match[1]
     return None
 
 
@@ -362,10 +362,10 @@ def judge_layers(version: str, fp8: bool) -> Check:
     """Judge whether the installed version of Transformer Engine supports the configuration."""
     name = "transformer engine"
     numbers, early = re.match(r"[\d.]+", version), re.search(r"\.?(dev|a|b|rc)\d*", version.split("+")[0])
-    found = tuple(int(number) for number in (numbers[0] if numbers else "0").strip(".").split("."))
-    if fp8 and found < FP8_LAYERS:
+    release = tuple(int(number) for number in (numbers[0] if numbers else "0").strip(".").split("."))
+    if fp8 and release < FP8_LAYERS:
         return Check(name, "fail", f"version {version}; FP8 needs 2.2.0", "update it, or set model.fp8=null")
-    if fp8 and found[:3] == FP8_LAYERS and early:
+    if fp8 and release[:3] == FP8_LAYERS and early:
         text = (
             f"version {version} is older than the final 2.2.0: FP8 weights that it caches in a pass without gradients"
             " cannot be used in an update"

@@ -30,11 +30,11 @@ def clock(host: str, port: int) -> dict[str, Any]:
     steady, before = time.monotonic(), time.time()
     try:
         with socket.create_connection((host, port), timeout=15) as connection, connection.makefile() as doctor:
-            theirs = float(doctor.readline())
+            doctor_time = float(doctor.readline())
     except (OSError, ValueError) as error:
         return {"reach_fault": f"{host}:{port}: {getattr(error, 'strerror', None) or error}"}
     half = (time.monotonic() - steady) / 2
-    return {"ahead_s": theirs - before - half, "ahead_error_s": half}
+    return {"ahead_s": doctor_time - before - half, "ahead_error_s": half}
 
 
 def node_name() -> str:
@@ -87,13 +87,13 @@ def _read(file: Path) -> str:
 
 
 def versions() -> dict[str, str]:
-    found = {"python": ".".join(map(str, sys.version_info[:3]))}
+    installed = {"python": ".".join(map(str, sys.version_info[:3]))}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            installed[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "none"
-    return found
+            installed[name] = "none"
+    return installed
 
 
 def gpus() -> list[str]:

@@ -64,8 +64,8 @@ def check_nodes(cfg: DictConfig, srun: str) -> Iterator[Check]:
         with _trial_folder(shared) as (folder, faults), _clock() as (host, port):
             probe = [sys.executable, "-P", node_probe.__file__, host, str(port), str(folder)]
             output, errors = run_probes(shlex.split(srun), count, probe)
-            found = parse(output)
-            hidden = [n.node for n in found if not n.folder_fault and not (folder / f"node-{n.node}").exists()]
+            measured = parse(output)
+            hidden = [n.node for n in measured if not n.folder_fault and not (folder / f"node-{n.node}").exists()]
     except OSError as error:
         cure = "run doctor inside the Slurm job, where srun is available"
         yield Check("nodes", "fail", f"the probes could not be started: {error}", cure)
@@ -73,8 +73,8 @@ def check_nodes(cfg: DictConfig, srun: str) -> Iterator[Check]:
     if faults:  # a node that saw no new content then does not prove a fault of its mount
         cure = "free space or raise the quota there, or choose another run_dir"
         yield Check("nodes: dir", "fail", f"{shared}: this machine could not replace a file: {faults[0]}", cure)
-        found = [replace(facts, stale_s=0.0) for facts in found]
-    yield from judge(found, count, errors, memory_of(cfg).published, hidden)
+        measured = [replace(facts, stale_s=0.0) for facts in measured]
+    yield from judge(measured, count, errors, memory_of(cfg).published, hidden)
 
 
 def run_probes(srun: Sequence[str], count: int, probe: Sequence[str], seconds: float = DEADLINE_S) -> tuple[str, str]:
@@ -96,7 +96,7 @@ def run_probes(srun: Sequence[str], count: int, probe: Sequence[str], seconds: f
 
 def parse(output: str) -> list[NodeFacts]:
     """Return the facts that the probes printed, sorted by node; skip other lines, broken lines and unknown keys."""
-    known, found = {field.name for field in fields(NodeFacts)}, {}
+    known, by_node = {field.name for field in fields(NodeFacts)}, {}
     for line in output.splitlines():
         _, mark, text = line.partition(node_probe.MARK)  # srun --label prefixes each line with the task
         if not mark:
@@ -105,8 +105,8 @@ def parse(output: str) -> list[NodeFacts]:
             facts = NodeFacts(**{key: value for key, value in json.loads(text).items() if key in known})
         except (ValueError, TypeError, AttributeError):
             continue
-        found[facts.node] = facts
-    return [found[name] for name in sorted(found)]
+        by_node[facts.node] = facts
+    return [by_node[name] for name in sorted(by_node)]
 
 
 def judge(

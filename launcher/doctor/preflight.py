@@ -222,18 +222,18 @@ def parts_of(ranks: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, dict[str
 
     Each fact is the largest number of any rank; only `gpu_free` is the smallest.
     """
-    found: dict[str, list[Mapping[str, Any]]] = {}
+    ended: dict[str, list[Mapping[str, Any]]] = {}
     for records in ranks:
         for record in records:
             if record["event"] == "end":
-                found.setdefault(record["part"], []).append(record)
+                ended.setdefault(record["part"], []).append(record)
     return {
         part: {
             key: (min if key == "gpu_free" else max)(record[key] for record in records)
             for key in records[0]
             if key not in ("part", "event")
         }
-        for part, records in found.items()
+        for part, records in ended.items()
         if len(records) == len(ranks)
     }
 

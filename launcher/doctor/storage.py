@@ -192,7 +192,7 @@ def judge_folder(facts: FolderFacts, nodes: int) -> Iterator[Check]:
     where = f"{facts.path} ({facts.filesystem})"
     locks = "mount it with locks (Lustre: -o flock; NFS: without nolock), or use another filesystem"
     faults = {
-        "a file is not replaced at once": (facts.replace_fault, "use a POSIX filesystem for run_dir"),
+        "a replaced file keeps its old content": (facts.replace_fault, "use a POSIX filesystem for run_dir"),
         "fsync fails": (facts.sync_fault, "use another filesystem: on this one a crash can destroy a checkpoint"),
         "flock fails": (facts.lock_fault, locks),
     }
@@ -214,8 +214,8 @@ def judge_folder(facts: FolderFacts, nodes: int) -> Iterator[Check]:
     elif nodes > 1 and not facts.filesystem.startswith(_REMOTE):
         text = f"this seems to be a local disk, but {nodes} nodes must share run_dir"
         warn(text, "put run_dir on a shared filesystem, and check it with --nodes")
-    found = f"{where}: replacing a file, fsync ({facts.sync_s * 1e3:.0f} ms), flock and modification times work"
-    yield from wrong or [Check("run_dir", "pass", found)]
+    text = f"{where}: replacing a file, fsync ({facts.sync_s * 1e3:.0f} ms), flock and modification times work"
+    yield from wrong or [Check("run_dir", "pass", text)]
 
 
 def checkpoint_room(memory: Memory, budget_gb: float | None) -> int:
@@ -271,17 +271,17 @@ def judge_host(available: tuple[int, str], parts: Mapping[str, int]) -> Check:
 
 def available_memory(environment: Mapping[str, str], cgroups: Path = Path("/sys/fs/cgroup")) -> tuple[int, str]:
     """Return (bytes, name of the limit): the smallest of the limits of machine, control groups and Slurm."""
-    found = [(psutil.virtual_memory().available, "this machine")]
+    limits = [(psutil.virtual_memory().available, "this machine")]
     inside = next((s[3:].strip("/") for s in _read(Path("/proc/self/cgroup")).splitlines() if s.startswith("0::")), "")
     folder = cgroups / inside
     while folder == cgroups or cgroups in folder.parents:
         if (limit := _read(folder / "memory.max").strip()).isdigit():
-            found.append((max(0, int(limit) - _in_use(folder)), "the control group's limit"))
+            limits.append((max(0, int(limit) - _in_use(folder)), "the control group's limit"))
         folder = folder.parent
     per_node = environment.get("SLURM_MEM_PER_NODE", "")
     if per_node.isdigit() and int(per_node):
-        found.append((int(per_node) * 2**20, "Slurm's --mem"))
-    return min(found)
+        limits.append((int(per_node) * 2**20, "Slurm's --mem"))
+    return min(limits)
 
 
 def _in_use(folder: Path) -> int:

@@ -80,7 +80,7 @@ def _supervise(cfg: DictConfig, run_dir: Path, config_text: str, events: Events,
     tasks = prepare(cfg, run_dir, config_text)
     clear_endpoints(run_dir)
     peers = Peers(run_dir / "endpoints", Place(port=free_port("127.0.0.1")))
-    return Node(cfg, run_dir, tasks, MergedLog(run_dir / "logs" / "all.log"), events, peers).run(only).code
+    return Node(cfg, run_dir, tasks, MergedLog(run_dir / "logs" / "all.log"), events, peers=peers).run(only).code
 
 
 def one_node(cfg: DictConfig) -> Path:

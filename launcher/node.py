@@ -66,7 +66,7 @@ def lead(args: argparse.Namespace, peers: Peers, output: MergedLog) -> End:
             write_json(peers.launch, launch)
             startup = Deadline(cfg.trainer.deadlines.startup_s, "the nodes (trainer.deadlines.startup_s)")
             _require_reachable(cfg, peers.meet(startup))
-            end = _run(Node(cfg, run_dir, tasks, output, events, peers))
+            end = _run(Node(cfg, run_dir, tasks, output, events, peers=peers))
         if end.code == 0:
             run_results.print_results(run_dir)
         return end

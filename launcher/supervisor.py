@@ -204,7 +204,9 @@ class Node:
             return self._stopped("stopped while the trainer started")
         what = f"{rank.name} ended with status {code}; its log is {rank.log_file}"
         log = [line[:_LINE_CHARS] for line in list(rank.tail)[-_LAST_LINES:]]
-        return self._over(End(code if code in (2, 3, 4) else 1, what, self._here, rank.name, code, log, at))
+        return self._over(
+            End(code if code in (2, 3, 4) else 1, what, self._here, rank.name, status=code, log=log, at=at)
+        )
 
     def _stopped(self, how: str) -> End:
         """Report what is kept of a run that a signal ended immediately; return how it ended."""
@@ -324,7 +326,7 @@ class Node:
         command += ["--eager"] if rollout.eager else []
         command += ["--sleep"] if rollout.sleep is not None and not alone else []
         env = {**self._gpus(local, alone), **engine_variables(cfg), **self._libraries}
-        engine = self._child(f"engine-{index}", command, env, rollout.max_restarts, True, True)
+        engine = self._child(f"engine-{index}", command, env, rollout.max_restarts, endpoint=True, engine=True)
         engine.has_served = self._has_engine_served
         if not alone and self._cores is not None:
             engine.cores = self._cores.engines[local] or None

@@ -47,15 +47,15 @@ def check_sizes() -> Iterator[Check]:
     """Check memory, /dev/shm and disk by general thresholds, because no configuration determines the needs."""
     memory, disk, shm = psutil.virtual_memory(), shutil.disk_usage(".").free, _shm_free()
     text = f"{memory.available / _GIB:.0f} GiB available of {memory.total / _GIB:.0f}"
-    yield _enough("memory", text, memory.available, 6 * _GIB, "the laptop job takes about 6 GiB")
+    yield _enough("memory", text, memory.available, ample=6 * _GIB, note="the laptop job takes about 6 GiB")
     text = f"{shm / _GIB:.1f} GiB free in /dev/shm, which passes the weights to the engines"
     fix = "free space in it, or enlarge it (containers: --shm-size) to three times the size of the weights"
-    yield _enough("shm", text, shm, 12 * _GIB, "a 1.5B model takes 9 GiB of it", _GIB // 4, fix)
-    fix = "the environments take 7 GiB, and each checkpoint of a 1.5B model takes 25 GiB"
-    yield _enough("disk", f"{disk / _GIB:.0f} GiB free in this folder", disk, 10 * _GIB, fix)
+    yield _enough("shm", text, shm, ample=12 * _GIB, note="a 1.5B model takes 9 GiB of it", needed=_GIB // 4, fix=fix)
+    note = "the environments take 7 GiB, and each checkpoint of a 1.5B model takes 25 GiB"
+    yield _enough("disk", f"{disk / _GIB:.0f} GiB free in this folder", disk, ample=10 * _GIB, note=note)
 
 
-def _enough(name: str, text: str, free: float, ample: float, note: str, needed: float = 0, fix: str = "") -> Check:
+def _enough(name: str, text: str, free: float, *, ample: float, note: str, needed: float = 0, fix: str = "") -> Check:
     """Return a check that fails with `fix` below `needed` bytes, and warns with `note` below `ample` bytes."""
     if free < needed:
         return Check(name, "fail", text, fix)
@@ -231,16 +231,15 @@ def judge_room(facts: FolderFacts, needed: int) -> Check:
     text += f", of which {gb(facts.held)} exist already" if facts.held else ""
     fix = "free space, or lower trainer.grpo.keep_checkpoints or trainer.grpo.checkpoint_budget_gb"
     note = "free space: little is left for rollouts, logs and other users, and a quota may leave even less"
-    return _enough("disk", text, free, 1.2 * needed, note, needed, fix)
+    return _enough("disk", text, free, ample=1.2 * needed, note=note, needed=needed, fix=fix)
 
 
 def judge_shm(free: int, published: int) -> Check:
     """Judge /dev/shm.  `published`: bytes of two versions of the weights, for the engines of this node."""
     text = f"{gb(free)} free in /dev/shm; two versions of the weights take {gb(published)}"
     fix = "free space in it, or enlarge it (containers: --shm-size, or --ipc=host)"
-    return _enough(
-        "shm", text, free, published + 0.5e9, "enlarge it by 0.5 GB: NCCL and data workers use it too", published, fix
-    )
+    note = "enlarge it by 0.5 GB: NCCL and data workers use it too"
+    return _enough("shm", text, free, ample=published + 0.5e9, note=note, needed=published, fix=fix)
 
 
 def host_parts(cfg: DictConfig, memory: Memory) -> dict[str, int]:
@@ -266,7 +265,7 @@ def judge_host(available: tuple[int, str], parts: Mapping[str, int]) -> Check:
     text = f"{gb(available[0])} available ({available[1]}); the run's data take {gb(needed)} ({by_purpose})"
     fix = "request more (Slurm: --mem=0), or lower trainer.devices; otherwise the kernel kills a process"
     note = "end other programs on this machine: libraries and reward workers need some GB more"
-    return _enough("memory", text, available[0], 1.25 * needed + 4e9, note, needed, fix)
+    return _enough("memory", text, available[0], ample=1.25 * needed + 4e9, note=note, needed=needed, fix=fix)
 
 
 def available_memory(environment: Mapping[str, str], cgroups: Path = Path("/sys/fs/cgroup")) -> tuple[int, str]:

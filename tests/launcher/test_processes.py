@@ -239,12 +239,12 @@ def test_a_process_and_its_children_stay_on_their_cores(start: Start) -> None:
 
 
 def test_what_is_said_of_a_failure_has_its_last_line_however_slowly_that_is_written(tmp_path: Path) -> None:
-    class Slow:
+    class Slow(MergedLog):
         def write(self, name: str, line: str) -> None:
             time.sleep(0.3)
 
     command = [sys.executable, "-c", "print('why it ended')"]
-    child = Child("child", command, dict(os.environ), tmp_path / "child.log", Slow())
+    child = Child("child", command, dict(os.environ), tmp_path / "child.log", Slow(None))
     child.start()
     ended(child)
     with pytest.raises(ProcessFailed, match="why it ended"):

@@ -276,7 +276,7 @@ def test_a_second_signal_kills_all_processes(number: signal.Signals, kept: bool,
     node = SmallNode(tmp_path, SLEEPS, deaf(number, 2), stop_s=500.0)
     end = node.run()
     assert node.codes() == [-signal.SIGKILL, -signal.SIGKILL]
-    onward = "continues after step-000007" if kept else "begins anew, because no checkpoint was complete"
+    onward = "continues after step-000007" if kept else "begins again, because no checkpoint was complete"
     assert (end.code, end.what) == (75 if kept else 1, f"all processes were killed; the same command {onward}")
 
 
@@ -308,7 +308,7 @@ def test_a_rank_that_does_not_handle_signals_yet_ends_the_run_at_the_first(tmp_p
     sends = f"import os, time; os.kill({os.getpid()}, {int(signal.SIGINT)}); time.sleep(600)"
     end = SmallNode(tmp_path, SLEEPS, sends).run()
     assert (end.code, end.process) == (1, "")
-    assert end.what.startswith("stopped while the trainer started; the same command begins anew")
+    assert end.what.startswith("stopped while the trainer started; the same command begins again")
 
 
 def test_the_other_nodes_are_told_that_a_stop_was_requested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ class ChainStage:
 
 
 @dataclass(frozen=True)
-class _Launch:
+class _Commands:
     """The folders and options that the sbatch commands of one `prorl launch` share."""
 
     root: Path
@@ -71,7 +71,7 @@ class _Launch:
     flags: list[str]
     container: list[str]
 
-    def command(self, stage: ChainStage, before: str | None) -> list[str]:
+    def of(self, stage: ChainStage, before: str | None) -> list[str]:
         """Return the sbatch command of a stage.
 
         Args:
@@ -95,7 +95,7 @@ def launch(root: Path, folder: Path, stages: Sequence[ChainStage], args: argpars
     """
     container = [f"--container-image={args.container_image}"] if args.container_image else []
     container += [f"--container-mounts={args.container_mounts}"] if args.container_mounts else []
-    how = _Launch(root, folder, _sbatch_flags(args.sbatch), container)
+    commands = _Commands(root, folder, _sbatch_flags(args.sbatch), container)
     if not (root / SCRIPT).is_file():
         raise UnfitMachine(
             f"{root / SCRIPT}: expected the script to submit; no such file. Fix: use a checkout of the project that is"
@@ -113,7 +113,7 @@ def launch(root: Path, folder: Path, stages: Sequence[ChainStage], args: argpars
     if Path.cwd() != root:
         _log.info("jobs start in %s: relative paths in overrides start there", root)
     if args.dry_run:
-        sys.stdout.write(_rehearsal(how, todo))
+        sys.stdout.write(_rehearsal(commands, todo))
         return
     if shutil.which("sbatch") is None:
         raise UnfitMachine(
@@ -129,7 +129,9 @@ def launch(root: Path, folder: Path, stages: Sequence[ChainStage], args: argpars
             most = stage.cfg.trainer.grpo.max_steps
             new: ChainEntry = {"stage": stage.name, "job": None, "command": None, "time": None, "max_steps": most}
             entries.setdefault(stage.name, new)["max_steps"] = most
-        _submit(how, todo, {"command": _as_given(args), "time": time.time(), "stages": list(entries.values())}, held)
+        _submit(
+            commands, todo, {"command": _as_given(args), "time": time.time(), "stages": list(entries.values())}, held
+        )
     sys.stdout.write(f"state of the chain: prorl status {shlex.quote(str(folder))}\n")
 
 
@@ -159,7 +161,7 @@ def tell_of_a_stop(stage: ChainStage) -> None:
         )
 
 
-def _submit(how: _Launch, todo: Sequence[ChainStage], record: ChainRecord, held: ChainRecord | None) -> None:
+def _submit(commands: _Commands, todo: Sequence[ChainStage], record: ChainRecord, held: ChainRecord | None) -> None:
     """Submit the stages in order, and record each job right after its submission.
 
     If a submission fails, cancel the jobs of this call and restore the earlier record `held`.
@@ -168,18 +170,18 @@ def _submit(how: _Launch, todo: Sequence[ChainStage], record: ChainRecord, held:
     jobs: list[str] = []
     try:
         for stage in todo:
-            words = how.command(stage, jobs[-1] if jobs else None)
-            job = _sbatch(words, how.root, stage.name)
+            words = commands.of(stage, jobs[-1] if jobs else None)
+            job = _sbatch(words, commands.root, stage.name)
             jobs.append(job)
             entries[stage.name].update({"job": job, "command": words, "time": time.time()})
-            write_json(how.folder / RECORD, record)
+            write_json(commands.folder / RECORD, record)
             sys.stdout.write(f"{stage.name}  job {job}{f', after {jobs[-2]}' if len(jobs) > 1 else ''}\n")
     except BaseException as error:
         undone = _take_back(jobs)
         if held is not None:
-            write_json(how.folder / RECORD, held)
+            write_json(commands.folder / RECORD, held)
         else:
-            (how.folder / RECORD).unlink(missing_ok=True)
+            (commands.folder / RECORD).unlink(missing_ok=True)
         if isinstance(error, ProrlError):
             raise UnfitMachine(f"{error}; {undone}") from error
         _log.error("%s", undone)
@@ -255,15 +257,15 @@ def live_jobs(names: Sequence[str], record: ChainRecord | None) -> dict[str, tup
     return {j: (stage, states[j].state) for j, stage in jobs.items() if j in states and states[j].state not in _OVER}
 
 
-def _rehearsal(how: _Launch, todo: Sequence[ChainStage]) -> str:
+def _rehearsal(commands: _Commands, todo: Sequence[ChainStage]) -> str:
     """Return the commands of `launch` as lines for a shell, followed by the text of the batch script."""
-    lines = [f"cd {shlex.quote(str(how.root))}"]
+    lines = [f"cd {shlex.quote(str(commands.root))}"]
     before = None
     for stage in todo:
-        words = shlex.join(how.command(stage, "@job@" if before else None))
+        words = shlex.join(commands.of(stage, "@job@" if before else None))
         lines.append(f"{stage.name}=$({words.replace('afterok:@job@', f'afterok:${before}')})")
         before = stage.name
-    return "\n".join(lines) + f"\n\n# {SCRIPT}\n{(how.root / SCRIPT).read_text()}"
+    return "\n".join(lines) + f"\n\n# {SCRIPT}\n{(commands.root / SCRIPT).read_text()}"
 
 
 def _as_given(args: argparse.Namespace) -> list[str]:

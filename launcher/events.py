@@ -87,8 +87,10 @@ class Events:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if isinstance(error, Exception):
             what, *more = (str(error) or type(error).__name__).splitlines()
-            fields: HookFields = {"log": more} if more else {}
-            self.failure(what, kind=type(error).__name__, **fields)
+            fields: HookFields = {"kind": type(error).__name__}
+            if more:
+                fields["log"] = more
+            self.failure(what, **fields)
         self.close()
 
     def failure(self, what: str, **fields: Unpack[HookFields]) -> None:

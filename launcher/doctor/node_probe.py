@@ -48,23 +48,19 @@ def shared(folder: Path) -> dict[str, Any]:
     try:
         temporary.write_text(node_name())
         os.replace(temporary, own_file)
-        return {"stale_s": stale(folder / "beat"), **locks(folder)}
+        return {"stale_s": stale(folder / "beat"), "lock_holds": lock_holds(folder / "lock")}
     except OSError as error:
         return {"folder_fault": f"{error.strerror or error}: {error.filename or folder}"}
 
 
-def locks(folder: Path) -> dict[str, Any]:
-    """Try to lock a file that doctor has locked, perhaps on another machine.
-
-    Returns:
-        {"lock_holds": whether doctor's lock prevented this}.
-    """
-    with (folder / "lock").open("r+") as file:
+def lock_holds(lock: Path) -> bool:
+    """Return whether this node cannot lock a file that doctor has locked, perhaps on another machine."""
+    with lock.open("r+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return {"lock_holds": True}
-    return {"lock_holds": False}
+            return True
+    return False
 
 
 def stale(beat: Path) -> float | None:

@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
 
 from omegaconf import DictConfig
 
@@ -26,9 +25,6 @@ from nemo_prorl.launcher.formats import ChainEntry, ChainRecord
 from nemo_prorl.launcher.run_results import finished_step
 from nemo_prorl.launcher.slurm_queries import Job, call, output
 from nemo_prorl.launcher.submission import Submission, arguments
-
-if TYPE_CHECKING:
-    from nemo_prorl.config import Config
 
 _log = logging.getLogger(__name__)
 
@@ -231,13 +227,12 @@ def _check_beginnings(todo: Sequence[ChainStage]) -> None:
 
     The job itself would fail too, but only after waiting in the queue.
     """
-    from nemo_prorl.lifecycle.retention import complete
-    from nemo_prorl.lifecycle.stages import origin
+    from nemo_prorl.launcher.prepare import check_origin
 
     for place, stage in enumerate(todo):
         here = stage.cfg.chain.start_from is None and stage.cfg.chain.after in [s.name for s in todo[:place]]
-        if not here and not complete(stage.run_dir / "checkpoints"):
-            origin(cast("Config", stage.cfg), stage.run_dir)
+        if not here:
+            check_origin(stage.cfg)
 
 
 def _refuse_those_at_work(todo: Sequence[ChainStage], record: ChainRecord | None) -> None:

@@ -69,6 +69,8 @@ def check_stages(cfgs: Sequence[DictConfig], will_start: bool = True) -> Iterato
 
     A run that differs from an earlier one in nothing that is checked gets the earlier result.
     """
+    from nemo_prorl.data.blend import load_sources
+
     loaded: dict[str, LoadedData] = {}
     checked: dict[str, CheckedFiles] = {}
     for cfg in cfgs:
@@ -85,7 +87,7 @@ def check_stages(cfgs: Sequence[DictConfig], will_start: bool = True) -> Iterato
         )
         if key not in checked:
             if files not in loaded:
-                loaded[files] = _load(data)
+                loaded[files] = load_sources(data)
             checked[key] = _check(cfg, data, loaded[files], will_start)
         yield checked[key]
 
@@ -96,12 +98,6 @@ def _present(cfg: DictConfig) -> Any:
     for part in ("train", "validation"):
         data[part] = [source for source in data[part] if source.path is not None and Path(source.path).is_file()]
     return data
-
-
-def _load(data: Any) -> "LoadedData":
-    from nemo_prorl.data.blend import load_sources
-
-    return load_sources(data)
 
 
 def _check(cfg: DictConfig, data: Any, loaded: "LoadedData", will_start: bool) -> CheckedFiles:

@@ -13,6 +13,7 @@ from nemo_prorl.checks import check_shape
 from nemo_prorl.config import Config
 from nemo_prorl.data import parquet as tables
 from nemo_prorl.data.prepared import missing_files, task_of
+from nemo_prorl.files import objects_in
 from nemo_prorl.launcher.doctor.check import Check, NoAnswer, ask
 from nemo_prorl.lifecycle.base_model import initial_model
 from nemo_prorl.rewards.interface import opened_thought
@@ -132,26 +133,20 @@ def source_with_messages(cfg: DictConfig) -> str | None:
     tasks = cfg.data.tasks  # training sources of other tasks are left out; validation keeps all its records
     drawn = [s for s in cfg.data.train if tasks is None or s.path is not None or task_of(s.generator) in tasks]
     for source in (*drawn, *cfg.data.validation):
-        if cfg.data.prompt == "chat":
+        if cfg.data.prompt == "chat" or (source.path is not None and _has_messages(Path(source.path))):
             return str(source.name)
-        if source.path is None or not Path(source.path).is_file():  # the check `data` reports missing files
-            continue
-        if tables.is_parquet(source.path):
-            if tables.has_messages(source.path):
-                return str(source.name)
-            continue
-        with Path(source.path).open(errors="replace") as lines:
-            if any(_has_messages(line) for line in lines):
-                return str(source.name)
     return None
 
 
-def _has_messages(line: str) -> bool:
-    try:
-        record = json.loads(line) if '"role"' in line else None
-    except ValueError:  # a start of the run reports invalid records
+def _has_messages(file: Path) -> bool:
+    """Return whether a file has prompts that are message lists; a start of the run reports missing and wrong files."""
+    if not file.is_file():
         return False
-    return isinstance(record, dict) and isinstance(record.get("prompt"), list)
+    if tables.is_parquet(file):
+        return tables.has_messages(file)
+    with file.open("rb") as lines:
+        records = (record for line in lines if b'"role"' in line for record in objects_in(line))
+        return any(isinstance(record.get("prompt"), list) for record in records)
 
 
 def judge_chat(facts: TokenizerFacts, source: str | None, missing: int = 0) -> Check:

@@ -54,8 +54,7 @@ class Job:
         self.id = env.get("SLURM_JOB_ID", "")
         self.restart = int(env.get("SLURM_RESTART_COUNT") or 0)
         self.host = env.get("SLURMD_NODENAME") or socket.gethostname()
-        nodelist = env.get("SLURM_JOB_NODELIST", "")
-        self.nodes = output(["scontrol", "show", "hostnames", nodelist]).split() if nodelist else []
+        self.nodes = _hosts(env.get("SLURM_JOB_NODELIST", ""))
         self.partition = env.get("SLURM_JOB_PARTITION", "")
         self.container = f"prorl_{self.id}_{self.restart}"  # for pyxis on each node; unique for this start
 
@@ -104,7 +103,7 @@ class Job:
         fields = self.fields()
         if fields.get("ReqNodeList", "(null)") != "(null)":
             return False
-        excluded = {host, *self._hosts(fields.get("ExcNodeList", "(null)"))}
+        excluded = {host, *_hosts(fields.get("ExcNodeList", "(null)"))}
         healthy, kinds = set(), {}
         for line in output(["sinfo", "-h", "-N", "-p", self.partition, "-o", "%N|%T|%G|%f"]).splitlines():
             name, state, gpus, features = (*line.strip().split("|"), "", "", "")[:4]
@@ -113,10 +112,6 @@ class Job:
                 healthy.add(name)
         alike = {name for name in healthy - excluded if kinds[name] == kinds.get(host, kinds[name])}
         return len(alike) >= len(self.nodes)
-
-    @staticmethod
-    def _hosts(nodelist: str) -> list[str]:
-        return [] if nodelist in ("", "(null)") else output(["scontrol", "show", "hostnames", nodelist]).split()
 
     def requeue(self, without: str = "") -> bool:
         """Requeue the job; return whether Slurm accepted.
@@ -147,6 +142,10 @@ class Job:
             call(["srun", *_one_each(1), f"--nodelist={host}", "true"])
             return True
         return False
+
+
+def _hosts(nodelist: str) -> list[str]:
+    return [] if nodelist in ("", "(null)") else output(["scontrol", "show", "hostnames", nodelist]).split()
 
 
 def _one_each(nodes: int) -> list[str]:

@@ -41,7 +41,9 @@ def connect(run_dir: Path, number: int, ranks: int) -> list[socket.socket]:
 def rank(run_dir: Path, number: int, steps: int, ranks: int) -> int:
     """Exit code 0 after the last step, 75 when asked to stop."""
     asked: list[int] = []
-    signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+    for requested in (signal.SIGTERM, signal.SIGUSR1):  # as the supervisor forwards what it received
+        signal.signal(requested, lambda *_: asked.append(1))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
     orders, checkpoints = run_dir / "orders", run_dir / "checkpoints"
 
     def let_go() -> None:

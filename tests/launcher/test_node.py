@@ -238,8 +238,8 @@ def test_the_ranks_port_is_chosen_when_the_run_is_prepared(tmp_path: Path, monke
     order: list[Any] = []
 
     class Started:
-        def __init__(self, *parts: Any) -> None:
-            order.append(parts[5].place.port)
+        def __init__(self, *_: Any, peers: Peers) -> None:
+            order.append(peers.place.port)
 
         def run(self) -> End:
             return End(75)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nemo_prorl.launcher.usage import descendants
+import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -69,10 +69,9 @@ class Engine:
 
     def cpu_s(self) -> float:
         """Return the seconds of CPU time that the engine's processes have used, which other work hardly changes."""
-        own = self._process.pid
-        pids = [own, *descendants({own})[own]]
-        fields = [Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split() for pid in pids]
-        return sum(int(f[11]) + int(f[12]) for f in fields) / os.sysconf("SC_CLK_TCK")
+        server = psutil.Process(self._process.pid)
+        times = [process.cpu_times() for process in (server, *server.children(recursive=True))]
+        return sum(time.user + time.system for time in times)
 
     def close(self) -> None:
         self._process.terminate()

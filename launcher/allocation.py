@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 def allocation(cfg: DictConfig) -> dict[str, Any]:
-    paths = [one.path for part in ("train", "validation") for one in cfg.data[part] if one.path is not None]
+    paths = [source.path for source in (*cfg.data.train, *cfg.data.validation) if source.path is not None]
     return {
         "num_nodes": cfg.trainer.num_nodes,
         "devices": node_devices(cfg),

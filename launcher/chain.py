@@ -16,7 +16,7 @@ from nemo_prorl.errors import ConfigError, ProrlError
 from nemo_prorl.launcher import chain_slurm
 from nemo_prorl.launcher.chain_slurm import ChainStage
 from nemo_prorl.launcher.curves import OF_A_CHAIN, RunResults, draw
-from nemo_prorl.launcher.submission import CLUSTER
+from nemo_prorl.launcher.submission import CLUSTER, ROOT
 from nemo_prorl.lifecycle.stages import begun_from, end_in_words
 from nemo_prorl.planning.columns import columns
 
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     if args.stages is None:
         raise ConfigError("--stages: expected run1..run8, or a part of it. Fix: name the stages, or --from CHECKPOINT")
     if not args.here:
-        root = chain_slurm.project_root()
+        root = ROOT
         folder, stages = read_chain(args.stages, args.overrides, root)
         if all(stage.finished for stage in stages):
             _log.info("all stages of %s are finished", folder)
@@ -68,7 +68,9 @@ def run(args: argparse.Namespace) -> int:
             _check_stages(stages)
         chain_slurm.launch(root, folder, stages, args)
         return 0
-    if given := [f"--{key}" for key in ("sbatch", "container-image", "container-mounts") if _given(args, key)]:
+    of_jobs = {"--sbatch": args.sbatch, "--container-image": args.container_image}
+    of_jobs["--container-mounts"] = args.container_mounts
+    if given := [option for option, value in of_jobs.items() if value is not None]:
         raise ConfigError(f"{given[0]} is for Slurm jobs, and --here uses none. Fix: remove one of the two")
     folder, stages = read_chain(args.stages, args.overrides)
     _check_stages(stages)
@@ -83,21 +85,17 @@ def _check_stages(stages: Sequence[ChainStage]) -> None:
     if stages and (fault := run_dir_fault(stages[0].run_dir.parent)):  # launch itself writes there
         raise ConfigError(fault)
     todo = [stage for stage in stages if not stage.finished]
-    told = set()
-    found = check_stages([stage.cfg for stage in todo])
+    results = check_stages([stage.cfg for stage in todo])
+    reported = set()
     for stage in todo:
         try:
             check_beginning(stage.cfg)
-            checked = next(found)
+            checked = next(results)
         except ProrlError as error:
             raise type(error)(f"stage {stage.name}: {error}") from error
-        if checked.words() not in told:  # several stages have the same records
-            told.add(checked.words())
+        if checked.words() not in reported:  # several stages have the same records
+            reported.add(checked.words())
             checked.tell()
-
-
-def _given(args: argparse.Namespace, key: str) -> bool:
-    return getattr(args, key.replace("-", "_")) is not None
 
 
 def _begin_from(args: argparse.Namespace) -> None:
@@ -110,8 +108,8 @@ def _begin_from(args: argparse.Namespace) -> None:
 
     start: Path = args.start.absolute()
     run = start.parent.parent
-    given = {word.partition("=")[0]: word.partition("=")[2] for word in args.overrides}
-    if "chain.start_from" in given:
+    values = {word.partition("=")[0]: word.partition("=")[2] for word in args.overrides}
+    if "chain.start_from" in values:
         raise ConfigError(f"--from {args.start}: is chain.start_from in short. Fix: give one of the two")
     if start.suffix or not (start / "state.json").is_file():
         raise ConfigError(f"--from {args.start}: expected a complete checkpoint: {_checkpoints(start)}")
@@ -119,11 +117,11 @@ def _begin_from(args: argparse.Namespace) -> None:
     if of_run is not None:
         _check_ended(run, args.start)
     if args.stages is None:
-        known = [name for name in settings.group_options(given.get("config_dir"))["stage"] if name != "none"]
+        known = [name for name in settings.group_options(values.get("config_dir"))["stage"] if name != "none"]
         if of_run is None or of_run.stage not in known[:-1]:
             raise ConfigError(f"--from {args.start}: no stage follows its run. Fix: name the stages with --stages")
         args.stages = f"{known[known.index(of_run.stage) + 1]}..{known[-1]}"
-    if "run_dir" not in given and of_run is not None and of_run.stage != "none":
+    if "run_dir" not in values and of_run is not None and of_run.stage != "none":
         args.overrides.append(f"run_dir={run.parent}")
     args.overrides.append(f"chain.start_from={start}")
 
@@ -132,37 +130,37 @@ def _checkpoints(folder: Path) -> str:
     """Return the checkpoints in a run directory, with their held-out scores; otherwise the form of a path."""
     from nemo_prorl.lifecycle.retention import complete, step_of
 
-    found = complete(folder / "checkpoints")
-    if not found:
+    checkpoints = complete(folder / "checkpoints")
+    if not checkpoints:
         return "a folder such as RUN/checkpoints/step-000100"
-    scores = json.loads((found[-1] / "state.json").read_text()).get("validation", {}).get("scores", {})
+    scores = json.loads((checkpoints[-1] / "state.json").read_text()).get("validation", {}).get("scores", {})
     means = {int(step): score["all"]["mean"] for step, score in scores.items()}
-    named = [f"{p} (held-out {means[step_of(p)]:.3f})" if step_of(p) in means else str(p) for p in found]
+    named = [f"{p} (held-out {means[step_of(p)]:.3f})" if step_of(p) in means else str(p) for p in checkpoints]
     return "one of " + ", ".join(named)
 
 
-def _check_ended(run: Path, given: Path) -> None:
+def _check_ended(run: Path, start: Path) -> None:
     """Raise ConfigError if the run is still active here or in Slurm: it might remove the checkpoint."""
     from nemo_prorl.lifecycle.control import is_locked
 
     record = chain_slurm.read_record(run.parent) if shutil.which("squeue") else None
     if is_locked(run) or chain_slurm.live_jobs([run.name], record):
         raise ConfigError(
-            f"--from {given}: the run in {run} is still active. Fix: wait for its end (prorl status {run}), or"
+            f"--from {start}: the run in {run} is still active. Fix: wait for its end (prorl status {run}), or"
             f" end it with prorl control {run} stop; then the same command"
         )
 
 
-def _check_origin(run_dir: Path, given: str | None, last: str) -> None:
+def _check_origin(run_dir: Path, start: str | None, last: str) -> None:
     """Raise ConfigError if the run of a stage began from a checkpoint that the command does not name."""
     from nemo_prorl import settings
 
-    if given is not None or not (run_dir / "config.yaml").is_file():
+    if start is not None or not (run_dir / "config.yaml").is_file():
         return
-    if (began := settings.read_config(run_dir / "config.yaml").chain.start_from) is not None:
+    if (origin := settings.read_config(run_dir / "config.yaml").chain.start_from) is not None:
         raise ConfigError(
-            f"--stages: {run_dir.name} began from the checkpoint {began}, not from the end of the stage before."
-            f" Fix: continue from there, with chain.start_from={began} --stages {run_dir.name}..{last}"
+            f"--stages: {run_dir.name} began from the checkpoint {origin}, not from the end of the stage before."
+            f" Fix: continue from there, with chain.start_from={origin} --stages {run_dir.name}..{last}"
         )
 
 
@@ -177,17 +175,17 @@ def read_chain(text: str, overrides: Sequence[str], root: Path | None = None) ->
     """
     from nemo_prorl import settings
 
-    given = {key: value for key, _, value in (word.partition("=") for word in overrides)}
-    names = stage_names(text, settings.group_options(given.get("config_dir"))["stage"])
-    if "stage" in given:
-        raise ConfigError(f"stage={given['stage']}: --stages names the stages. Fix: remove this override")
-    folder = Path(given.get("run_dir") or "runs/prorl")
-    start = given.get("chain.start_from")
+    values = {key: value for key, _, value in (word.partition("=") for word in overrides)}
+    names = stage_names(text, settings.group_options(values.get("config_dir"))["stage"])
+    if "stage" in values:
+        raise ConfigError(f"stage={values['stage']}: --stages names the stages. Fix: remove this override")
+    folder = Path(values.get("run_dir") or "runs/prorl")
+    start = values.get("chain.start_from")
     if root is not None:
         folder = folder.absolute()
         start = start if start in (None, "null") else str(Path(str(start)).absolute())
     rest = [word for word in overrides if word.partition("=")[0] not in _OWN]
-    default = [f"cluster={CLUSTER}"] if root is not None and "cluster" not in given else []
+    default = [f"cluster={CLUSTER}"] if root is not None and "cluster" not in values else []
     first = [] if start is None else [f"chain.start_from={start}"]
     stages = []
     with contextlib.chdir(root or Path.cwd()):

@@ -10,26 +10,21 @@ import json
 import logging
 import shlex
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
 
 from omegaconf import DictConfig
 
-import nemo_prorl
 from nemo_prorl.errors import ConfigError, ProrlError, UnfitMachine
 from nemo_prorl.files import write_json
 from nemo_prorl.launcher.allocation import allocation
 from nemo_prorl.launcher.formats import ChainEntry, ChainRecord
-from nemo_prorl.launcher.slurm_queries import Job
+from nemo_prorl.launcher.run_results import finished_step
+from nemo_prorl.launcher.slurm_queries import Job, call, output
 from nemo_prorl.launcher.submission import Submission, arguments
-
-if TYPE_CHECKING:
-    from nemo_prorl.config import Config
 
 _log = logging.getLogger(__name__)
 
@@ -39,12 +34,7 @@ GONE = "gone"  # state of a job that Slurm does not know any more
 _OVER = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"}
 _OVER |= {"REVOKED", "TIMEOUT"}
 _CHAINS_OWN = ("--dependency", "--kill-on-invalid-dep", "--chdir", "--array", "--wrap", "-d", "-D", "-a")
-_SUBMIT_S, _QUERY_S = 300.0, 60.0  # seconds for sbatch to answer; for any other Slurm command
-
-
-def project_root() -> Path:
-    """Return the folder of the project, which contains the package."""
-    return Path(nemo_prorl.__file__).resolve().parent.parent
+_SUBMIT_S = 300.0  # seconds for sbatch to answer
 
 
 # --- launching -------------------------------------------------------------------------------------------------------
@@ -65,15 +55,11 @@ class ChainStage:
     @property
     def finished(self) -> bool:
         """Return whether the stage has reached its last step."""
-        try:
-            summary = json.loads((self.run_dir / "summary.json").read_text())
-        except (OSError, ValueError):
-            return False
-        return bool(summary["finished"] and summary["step"] >= self.cfg.trainer.grpo.max_steps)
+        return finished_step(self.run_dir, self.cfg.trainer.grpo.max_steps) is not None
 
 
 @dataclass(frozen=True)
-class _Launch:
+class _Commands:
     """The folders and options that the sbatch commands of one `prorl launch` share."""
 
     root: Path
@@ -81,11 +67,11 @@ class _Launch:
     flags: list[str]
     container: list[str]
 
-    def command(self, stage: ChainStage, before: str | None) -> list[str]:
+    def of(self, stage: ChainStage, before: str | None) -> list[str]:
         """Return the sbatch command of a stage.
 
         Args:
-            before: id of the job that must succeed first; None: the stage starts at once.
+            before: id of the job that must succeed first; None: the stage waits for no job.
         """
         waits = [f"--dependency=afterok:{before}", "--kill-on-invalid-dep=yes"] if before else []
         ours = ["sbatch", "--parsable", f"--job-name={self.folder.name}-{stage.name}", *waits]
@@ -105,7 +91,7 @@ def launch(root: Path, folder: Path, stages: Sequence[ChainStage], args: argpars
     """
     container = [f"--container-image={args.container_image}"] if args.container_image else []
     container += [f"--container-mounts={args.container_mounts}"] if args.container_mounts else []
-    how = _Launch(root, folder, _sbatch_flags(args.sbatch), container)
+    commands = _Commands(root, folder, _sbatch_flags(args.sbatch), container)
     if not (root / SCRIPT).is_file():
         raise UnfitMachine(
             f"{root / SCRIPT}: expected the script to submit; no such file. Fix: use a checkout of the project that is"
@@ -123,7 +109,7 @@ def launch(root: Path, folder: Path, stages: Sequence[ChainStage], args: argpars
     if Path.cwd() != root:
         _log.info("jobs start in %s: relative paths in overrides start there", root)
     if args.dry_run:
-        sys.stdout.write(_rehearsal(how, todo))
+        sys.stdout.write(_rehearsal(commands, todo))
         return
     if shutil.which("sbatch") is None:
         raise UnfitMachine(
@@ -139,7 +125,9 @@ def launch(root: Path, folder: Path, stages: Sequence[ChainStage], args: argpars
             most = stage.cfg.trainer.grpo.max_steps
             new: ChainEntry = {"stage": stage.name, "job": None, "command": None, "time": None, "max_steps": most}
             entries.setdefault(stage.name, new)["max_steps"] = most
-        _submit(how, todo, {"command": _as_given(args), "time": time.time(), "stages": list(entries.values())}, held)
+        _submit(
+            commands, todo, {"command": _as_given(args), "time": time.time(), "stages": list(entries.values())}, held
+        )
     sys.stdout.write(f"state of the chain: prorl status {shlex.quote(str(folder))}\n")
 
 
@@ -169,7 +157,7 @@ def tell_of_a_stop(stage: ChainStage) -> None:
         )
 
 
-def _submit(how: _Launch, todo: Sequence[ChainStage], record: ChainRecord, held: ChainRecord | None) -> None:
+def _submit(commands: _Commands, todo: Sequence[ChainStage], record: ChainRecord, held: ChainRecord | None) -> None:
     """Submit the stages in order, and record each job right after its submission.
 
     If a submission fails, cancel the jobs of this call and restore the earlier record `held`.
@@ -178,18 +166,18 @@ def _submit(how: _Launch, todo: Sequence[ChainStage], record: ChainRecord, held:
     jobs: list[str] = []
     try:
         for stage in todo:
-            words = how.command(stage, jobs[-1] if jobs else None)
-            job = _sbatch(words, how.root, stage.name)
+            words = commands.of(stage, jobs[-1] if jobs else None)
+            job = _sbatch(words, commands.root, stage.name)
             jobs.append(job)
             entries[stage.name].update({"job": job, "command": words, "time": time.time()})
-            write_json(how.folder / RECORD, record)
+            write_json(commands.folder / RECORD, record)
             sys.stdout.write(f"{stage.name}  job {job}{f', after {jobs[-2]}' if len(jobs) > 1 else ''}\n")
     except BaseException as error:
         undone = _take_back(jobs)
         if held is not None:
-            write_json(how.folder / RECORD, held)
+            write_json(commands.folder / RECORD, held)
         else:
-            (how.folder / RECORD).unlink(missing_ok=True)
+            (commands.folder / RECORD).unlink(missing_ok=True)
         if isinstance(error, ProrlError):
             raise UnfitMachine(f"{error}; {undone}") from error
         _log.error("%s", undone)
@@ -198,12 +186,12 @@ def _submit(how: _Launch, todo: Sequence[ChainStage], record: ChainRecord, held:
 
 def _sbatch(words: list[str], root: Path, stage: str) -> str:
     """Run an sbatch command for a stage; return the job's id."""
-    done = _call(words, _SUBMIT_S, root)
-    job = done.stdout.strip().partition(";")[0]  # sbatch prints ID;CLUSTER if there are several clusters
-    if done.returncode or not job.isdecimal():
-        raise UnfitMachine(
-            f"stage {stage} was not submitted: sbatch ended with exit code {done.returncode}: {_message(done)}"
-        )
+    try:
+        job = call(words, _SUBMIT_S, root).strip().partition(";")[0]  # ID;CLUSTER if there are several clusters
+    except UnfitMachine as error:
+        raise UnfitMachine(f"stage {stage} was not submitted: {error}") from error
+    if not job.isdecimal():
+        raise UnfitMachine(f"stage {stage}: sbatch printed no job id, but {job!r}. Fix: check squeue --me")
     return job
 
 
@@ -212,12 +200,9 @@ def _take_back(jobs: Sequence[str]) -> str:
     if not jobs:
         return "nothing was submitted"
     try:
-        done = _call(["scancel", *jobs], _QUERY_S)
-        failure = _message(done) if done.returncode else ""
+        call(["scancel", *jobs])
     except UnfitMachine as error:
-        failure = str(error)
-    if failure:
-        return f"the jobs submitted before it could not be cancelled ({failure}). Fix: scancel {' '.join(jobs)}"
+        return f"the jobs submitted before it could not be cancelled ({error}). Fix: scancel {' '.join(jobs)}"
     return f"cancelled the job{'s' if len(jobs) > 1 else ''} submitted before it: {', '.join(jobs)}"
 
 
@@ -242,13 +227,12 @@ def _check_beginnings(todo: Sequence[ChainStage]) -> None:
 
     The job itself would fail too, but only after waiting in the queue.
     """
-    from nemo_prorl.lifecycle.retention import complete
-    from nemo_prorl.lifecycle.stages import origin
+    from nemo_prorl.launcher.prepare import check_origin
 
     for place, stage in enumerate(todo):
         here = stage.cfg.chain.start_from is None and stage.cfg.chain.after in [s.name for s in todo[:place]]
-        if not here and not complete(stage.run_dir / "checkpoints"):
-            origin(cast("Config", stage.cfg), stage.run_dir)
+        if not here:
+            check_origin(stage.cfg)
 
 
 def _refuse_those_at_work(todo: Sequence[ChainStage], record: ChainRecord | None) -> None:
@@ -268,15 +252,15 @@ def live_jobs(names: Sequence[str], record: ChainRecord | None) -> dict[str, tup
     return {j: (stage, states[j].state) for j, stage in jobs.items() if j in states and states[j].state not in _OVER}
 
 
-def _rehearsal(how: _Launch, todo: Sequence[ChainStage]) -> str:
+def _rehearsal(commands: _Commands, todo: Sequence[ChainStage]) -> str:
     """Return the commands of `launch` as lines for a shell, followed by the text of the batch script."""
-    lines = [f"cd {shlex.quote(str(how.root))}"]
+    lines = [f"cd {shlex.quote(str(commands.root))}"]
     before = None
     for stage in todo:
-        words = shlex.join(how.command(stage, "@job@" if before else None))
+        words = shlex.join(commands.of(stage, "@job@" if before else None))
         lines.append(f"{stage.name}=$({words.replace('afterok:@job@', f'afterok:${before}')})")
         before = stage.name
-    return "\n".join(lines) + f"\n\n# {SCRIPT}\n{(how.root / SCRIPT).read_text()}"
+    return "\n".join(lines) + f"\n\n# {SCRIPT}\n{(commands.root / SCRIPT).read_text()}"
 
 
 def _as_given(args: argparse.Namespace) -> list[str]:
@@ -318,53 +302,30 @@ def job_states(jobs: Sequence[str]) -> dict[str, JobState]:
     Raises:
         UnfitMachine: there is no Slurm, or it does not answer.
     """
-    found = queued(jobs)
-    if missing := [job for job in jobs if job not in found]:
-        found |= _accounted(missing)
-    return {job: found.get(job, JobState(GONE, "")) for job in jobs}
+    states = queued(jobs)
+    if missing := [job for job in jobs if job not in states]:
+        states |= _accounted(missing)
+    return {job: states.get(job, JobState(GONE, "")) for job in jobs}
 
 
 def queued(jobs: Sequence[str]) -> dict[str, JobState]:
     """Return the states of the jobs that squeue knows: waiting, running, or ended a few minutes ago."""
-    done = _call(["squeue", "-h", "-t", "all", "-j", ",".join(jobs), "-o", "%i %T %r"], _QUERY_S)
-    if done.returncode and "Invalid job id" in done.stderr:  # squeue fails for a single unknown job
-        return {}
-    if done.returncode:
-        raise UnfitMachine(f"squeue ended with exit code {done.returncode}: {_message(done)}")
-    rows = [line.split(maxsplit=2) for line in done.stdout.splitlines() if line.strip()]
+    try:
+        text = call(["squeue", "-h", "-t", "all", "-j", ",".join(jobs), "-o", "%i %T %r"])
+    except UnfitMachine as error:
+        if "Invalid job id" in str(error):  # squeue fails for a single unknown job
+            return {}
+        raise
+    rows = [line.split(maxsplit=2) for line in text.splitlines() if line.strip()]
     return {row[0]: JobState(row[1], _reason(row[2] if len(row) > 2 else "")) for row in rows}
 
 
 def _accounted(jobs: Sequence[str]) -> dict[str, JobState]:
     """Return the jobs' states from Slurm's accounting (sacct); {} if the cluster has no accounting."""
-    if shutil.which("sacct") is None:
-        return {}
-    done = _call(["sacct", "-X", "-n", "-P", "-j", ",".join(jobs), "-o", "JobID,State,Reason"], _QUERY_S)
-    if done.returncode:
-        return {}
-    rows = [line.split("|") for line in done.stdout.splitlines() if line.count("|") == 2]
+    text = output(["sacct", "-X", "-n", "-P", "-j", ",".join(jobs), "-o", "JobID,State,Reason"])
+    rows = [line.split("|") for line in text.splitlines() if line.count("|") == 2]
     return {job: JobState(state.split()[0], _reason(reason)) for job, state, reason in rows if state}
 
 
 def _reason(text: str) -> str:
     return "" if text.strip() in ("None", "(null)", "none") else text.strip()
-
-
-def _call(words: list[str], seconds: float, folder: Path | None = None) -> "subprocess.CompletedProcess[str]":
-    """Run a Slurm command.  Raises UnfitMachine if the program is missing or takes longer than `seconds`.
-
-    Args:
-        folder: working directory of the command; None: that of this process.
-    """
-    try:
-        return subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=seconds, check=False)
-    except FileNotFoundError as error:
-        raise UnfitMachine(f"{words[0]} is not on the PATH. Fix: run this on a machine with Slurm") from error
-    except subprocess.TimeoutExpired as error:
-        raise UnfitMachine(
-            f"{words[0]} did not answer within {seconds:g} s. Its request may still take effect: check squeue --me"
-        ) from error
-
-
-def _message(done: "subprocess.CompletedProcess[str]") -> str:
-    return " ".join((done.stderr.strip() or done.stdout.strip() or "no message").split())

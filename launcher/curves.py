@@ -87,5 +87,5 @@ def _curves(keys: Mapping[str, str], runs: Mapping[str, RunResults]) -> Iterator
             yield key, label
             continue
         begin = key.removesuffix("*")
-        found = {name for run in runs.values() for row in run.rows for name in row if name.startswith(begin)}
-        yield from ((name, name.removeprefix(begin)) for name in sorted(found - {"reward/shaped"}))
+        names = {name for run in runs.values() for row in run.rows for name in row if name.startswith(begin)}
+        yield from ((name, name.removeprefix(begin)) for name in sorted(names - {"reward/shaped"}))

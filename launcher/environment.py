@@ -41,6 +41,14 @@ _NOT_AN_ENGINES = (
     # compilers of the image's CUDA
     *("CUDA_HOME", "CUDA_PATH", "TRITON_CUDA", "TRITON_CUOBJDUMP", "TRITON_CUPTI", "TRITON_NVDISASM", "TRITON_PTXAS"),
 )
+# Libraries read these variables on import or when they open a device, so a process must be started with them.
+_DETERMINISTIC_RANKS = {
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",  # Transformer Engine: no attention backward with atomic additions
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # cuBLAS: the same order of additions with any streams
+}
+# No reduction in the NVLink switch, as Megatron's deterministic mode requires.  A value of the site takes precedence.
+_NO_NVLS = "^NVLS"
+_DETERMINISTIC_ENGINES = {"VLLM_BATCH_INVARIANT": "1"}  # a response does not depend on what else is in the batch
 
 CUDA_COMPAT = "PRORL_CUDA_COMPAT"  # variable: folder with NVIDIA's forward-compatibility libraries; the image sets it
 
@@ -63,14 +71,25 @@ def with_caches(environ: Mapping[str, str]) -> dict[str, str]:
     return {**values, **environ, "PYTHONWARNINGS": ",".join(filter(None, quiet))}
 
 
-def order_of_kernels(cfg: DictConfig) -> dict[str, str]:
-    """Return CUDA_DEVICE_MAX_CONNECTIONS=1 if the trainer is tensor parallel on GPUs, otherwise nothing.
+def rank_variables(cfg: DictConfig) -> dict[str, str]:
+    """Return the variables that trainer ranks on GPUs need for tensor parallelism and for `deterministic=true`.
 
     Megatron's tensor parallel layers rely on kernels and collectives that start in the order of their calls.
     """
-    if cfg.trainer.accelerator != "gpu" or OmegaConf.select(cfg, "model.tensor_model_parallel_size", default=1) == 1:
+    if cfg.trainer.accelerator != "gpu":
         return {}
-    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    ordered = OmegaConf.select(cfg, "model.tensor_model_parallel_size", default=1) > 1
+    site = {**dict(cfg.launch.env), **os.environ}
+    return {
+        **({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if ordered else {}),
+        **(_DETERMINISTIC_RANKS if cfg.deterministic else {}),
+        **({"NCCL_ALGO": site.get("NCCL_ALGO", _NO_NVLS)} if cfg.deterministic else {}),
+    }
+
+
+def engine_variables(cfg: DictConfig) -> dict[str, str]:
+    """Return the variables that engines on GPUs need for `deterministic=true`."""
+    return _DETERMINISTIC_ENGINES if cfg.deterministic and cfg.trainer.accelerator == "gpu" else {}
 
 
 def for_engine(environ: Mapping[str, str]) -> dict[str, str]:
@@ -85,7 +104,9 @@ def for_engine(environ: Mapping[str, str]) -> dict[str, str]:
     return kept
 
 
-def engine_libraries(environ: Mapping[str, str], driver: str | None) -> tuple[Path | None, dict[str, str]]:
+def engine_libraries(
+    cfg: DictConfig, environ: Mapping[str, str], driver: str | None
+) -> tuple[Path | None, dict[str, str]]:
     """Return the folder of NVIDIA's forward-compatibility libraries and the variable with which an engine uses it.
 
     The folder (PRORL_CUDA_COMPAT) has the part of a newer driver that a process loads: libcuda.so.1.  With a driver of
@@ -94,12 +115,13 @@ def engine_libraries(environ: Mapping[str, str], driver: str | None) -> tuple[Pa
     dynamic linker has read it already.
 
     Args:
-        environ: the engine's variables.
+        environ: variables of the process that starts the engine.
         driver: version of the node's driver, such as 550.54.15; None: unknown.
 
     Returns:
         (None, {}) if there are no such libraries or the driver does not need them.
     """
+    environ = {**dict(cfg.launch.env), **for_engine(environ)}
     folder = Path(environ.get(CUDA_COMPAT) or "/nowhere")
     try:
         library = (folder / "libcuda.so.1").resolve(strict=True).name  # such as libcuda.so.580.95.05

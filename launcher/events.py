@@ -179,13 +179,13 @@ class Events:
         env = {f"PRORL_{k.upper()}": str(v).replace("\0", "")[:_ENV_CHARS] for k, v in values.items()}
         self._note(f"{what}: {about['what']}")
         try:
-            with tempfile.TemporaryFile() as given, self._open_log() as log:
-                given.write(json.dumps(about).encode() + b"\n")
-                given.seek(0)
+            with tempfile.TemporaryFile() as standard_input, self._open_log() as log:
+                standard_input.write(json.dumps(about).encode() + b"\n")
+                standard_input.seek(0)
                 process = subprocess.Popen(
                     self.command,
                     env={**os.environ, **env},
-                    stdin=given,
+                    stdin=standard_input,
                     stdout=log,
                     stderr=log,
                     start_new_session=True,
@@ -196,13 +196,11 @@ class Events:
             return
         self._running.append(_Call(process, what, time.monotonic() + self._kill_after_s))
 
-    def _kill(self, call: _Call, why: str) -> None:
-        try:
+    def _kill(self, call: _Call, reason: str) -> None:
+        with suppress(ProcessLookupError):
             os.killpg(call.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         call.process.wait()
-        self._complain(f"the command for {call.what} {why}")
+        self._complain(f"the command for {call.what} {reason}")
 
     def _complain(self, text: str) -> None:
         """Write a problem of the hook to the hook's log, and the first problem also to the run's log."""
@@ -219,11 +217,8 @@ class Events:
             return Path(os.devnull).open("ab", buffering=0)
 
     def _note(self, text: str) -> None:
-        try:
-            with self._open_log() as log:
-                log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n".encode())
-        except OSError:
-            pass  # a full disk is reported elsewhere
+        with suppress(OSError), self._open_log() as log:  # a full disk is reported elsewhere
+            log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n".encode())
 
 
 def _ignore_stop() -> None:
@@ -234,8 +229,8 @@ def _ignore_stop() -> None:
 def _reason(what: str, log: Sequence[str]) -> str:
     """Return a failure in one line.  The error that the failed process logged last, if any, comes before `what`."""
     for line in reversed(log):
-        if found := _ERROR.search(line):
-            return f"{found[1] or found[2]} ({what})"
+        if error := _ERROR.search(line):
+            return f"{error[1] or error[2]} ({what})"
     return what
 
 
@@ -247,9 +242,9 @@ def on_screen(what: str, log: Sequence[str], shown: bool) -> list[str]:
         shown: whether the first line of each of our own errors in `log` is on the screen already.
     """
     for at in reversed(range(len(log))):
-        if not (found := _ERROR.search(log[at])):
+        if not (error := _ERROR.search(log[at])):
             continue
-        if not (shown and found[1] and " nemo_prorl" in found[0]):
+        if not (shown and error[1] and " nemo_prorl" in error[0]):
             what = _reason(what, [log[at]])
         rest = list(takewhile(lambda line: not _RECORD.match(line), log[at + 1 :]))  # of an error of several lines
         return [*rest, what]

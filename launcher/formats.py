@@ -41,7 +41,7 @@ class LaunchEndFields(TypedDict):
     host: str | None
     """node that caused the end; null: no single node did"""
     next: Annotated[str, Constraint(enum=["done", "again", "requeue", "give_up"])]
-    """what the job does next: done, give_up: it ends; again: it starts the run anew; requeue: Slurm requeues the job"""
+    """what the job does next: done, give_up: it ends; again: the run starts again; requeue: Slurm requeues the job"""
     process: str | None
     """process that failed, such as trainer-3"""
     status: int | None

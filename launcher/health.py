@@ -16,52 +16,48 @@ _log = logging.getLogger(__name__)
 
 _PATHS = {"engine": "/health", "rewards": "/v1/health"}
 _EVERY_S = 10.0  # longest time in seconds between two checks of a service
-_DIRECT = urllib.request.build_opener(
-    urllib.request.ProxyHandler({})
-)  # processes of a run reach each other without a proxy
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a run's processes need no proxy
 
 
 class Health:
     """Regular health checks with one thread per service; `update` acts on their results."""
 
     def __init__(self, services: Sequence[Child], token_file: Path, deadlines: DeadlinesConfig) -> None:
-        self._token_file, self._deadlines = token_file, deadlines
+        self._services, self._token_file, self._deadlines = services, token_file, deadlines
+        self._faults: dict[str, tuple[int, str]] = {}  # by service: id of the process to kill, and what it failed to do
         self._closed = threading.Event()
-        self._services = [_Service(child) for child in services]
-        for service in self._services:
-            threading.Thread(
-                target=self._watch, args=(service,), daemon=True, name=f"health {service.child.name}"
-            ).start()
+        for child in services:
+            threading.Thread(target=self._watch, args=(child,), daemon=True, name=f"health {child.name}").start()
 
     def update(self) -> None:
         """Kill services that did not answer for too long.  Call this in the thread that restarts them."""
-        for service in self._services:
-            if service.verdict is not None:
-                _log.warning("%s %s; killing and restarting it", service.child.name, service.verdict)
-                service.child.kill_group()
-                service.begin()
+        for child in self._services:
+            pid, fault = self._faults.pop(child.name, (None, ""))
+            if child.process is not None and child.process.pid == pid:
+                _log.warning("%s %s; killing and restarting it", child.name, fault)
+                child.kill_group()
 
     def close(self) -> None:
         self._closed.set()
 
-    def _watch(self, service: "_Service") -> None:
-        limit = self._deadlines.health_s
+    def _watch(self, child: Child) -> None:
+        limit, startup_s = self._deadlines.health_s, self._deadlines.startup_s
+        pid, since = None, time.monotonic()  # process that is checked; its start, or its last answer
         while not self._closed.wait(min(_EVERY_S, limit / 4)):
-            process = service.child.process
-            if process is None or process.poll() is not None or process.pid != service.pid:
-                service.begin()
-                continue
-            now = time.monotonic()
-            if (url := service.url()) is None:
-                if service.held:
-                    service.since = now
-                elif now - service.since > self._deadlines.startup_s:
-                    limit_s = self._deadlines.startup_s
-                    service.verdict = f"was not ready within {limit_s:g} s (trainer.deadlines.startup_s)"
+            process, now = child.process, time.monotonic()
+            if process is None or process.poll() is not None or process.pid != pid:
+                pid, since = None if process is None else process.pid, now
+            elif (url := _url(child, process.pid)) is None:
+                if _is_held(child):
+                    since = now
+                elif now - since > startup_s:
+                    fault = f"was not ready within {startup_s:g} s (trainer.deadlines.startup_s)"
+                    self._faults[child.name] = process.pid, fault
             elif self._answers(url):
-                service.since = time.monotonic()
-            elif time.monotonic() - service.since > limit:
-                service.verdict = f"did not answer for {limit:g} s (trainer.deadlines.health_s)"
+                since = time.monotonic()
+            elif time.monotonic() - since > limit:
+                fault = f"did not answer for {limit:g} s (trainer.deadlines.health_s)"
+                self._faults[child.name] = process.pid, fault
 
     def _answers(self, url: str) -> bool:
         try:
@@ -73,33 +69,14 @@ class Health:
             return False
 
 
-class _Service:
-    """A service and the time of its last answer."""
+def _is_held(child: Child) -> bool:
+    """Return whether this is an engine whose start waits until the other engines sleep (`rollout.sleep`)."""
+    return child.endpoint is not None and child.endpoint.with_suffix(HELD_SUFFIX).exists()
 
-    def __init__(self, child: Child) -> None:
-        self.child = child
-        self.begin()
 
-    def begin(self) -> None:
-        """Set the time of the last answer to now.
-
-        Called when the service's process has just started, and repeatedly while no process runs.
-        """
-        process = self.child.process
-        self.pid = None if process is None else process.pid
-        self.since = time.monotonic()
-        self.verdict: str | None = None
-
-    @property
-    def held(self) -> bool:
-        """Return whether this is an engine whose start waits until the other engines sleep (`rollout.sleep`)."""
-        return self.child.endpoint is not None and self.child.endpoint.with_suffix(HELD_SUFFIX).exists()
-
-    def url(self) -> str | None:
-        """Return the address for health checks; None until the current process is ready."""
-        if self.child.endpoint is None:
-            return None
-        endpoint = ServiceEndpoint.read(self.child.endpoint)
-        if endpoint is None or endpoint.pid != self.pid or not endpoint.ready:
-            return None
-        return endpoint.url + _PATHS[endpoint.kind]
+def _url(child: Child, pid: int) -> str | None:
+    """Return the address for health checks of a service; None until the process `pid` is ready."""
+    endpoint = None if child.endpoint is None else ServiceEndpoint.read(child.endpoint)
+    if endpoint is None or endpoint.pid != pid or not endpoint.ready:
+        return None
+    return endpoint.url + _PATHS[endpoint.kind]

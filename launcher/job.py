@@ -6,7 +6,6 @@ any engine or rank starts.
 
 import errno
 import fcntl
-import json
 import logging
 import os
 import re
@@ -21,9 +20,10 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from nemo_prorl.errors import ConfigError, ProrlError, UnfitMachine
+from nemo_prorl.launcher import run_results
 from nemo_prorl.launcher.doctor.storage import checkpoint_room
 from nemo_prorl.launcher.events import Events
-from nemo_prorl.launcher.peers import Place
+from nemo_prorl.launcher.peers import Peers, Place
 from nemo_prorl.launcher.prepare import prepare
 from nemo_prorl.launcher.processes import MergedLog, free_port
 from nemo_prorl.launcher.supervisor import Node
@@ -41,14 +41,14 @@ def run(cfg: DictConfig, config_text: str) -> int:
     run_dir = one_node(cfg)
     room = checkpoint_room(memory_of(cfg), cfg.trainer.grpo.checkpoint_budget_gb) / GB
     text = "checking data and machine for %s; its checkpoints take up to %.1f GB"
-    _log.info(text, cfg.run_dir, room)  # at once: data takes seconds to minutes
+    _log.info(text, cfg.run_dir, room)  # before the check, which takes seconds to minutes
     with locked(run_dir):
         if is_finished(run_dir, cfg.trainer.grpo.max_steps):
             return 0
         with Events(cfg.on_event, run_dir) as events:
-            code = _node(cfg, run_dir, prepare(cfg, run_dir, config_text), events).run().code
+            code = _supervise(cfg, run_dir, config_text, events)
     if code == 0:
-        print_results(run_dir)
+        run_results.print_results(run_dir)
     return code
 
 
@@ -63,7 +63,7 @@ def warmup(cfg: DictConfig, config_text: str) -> int:
             _log.info("%s exists already; nothing to do", run_dir / "base")
             return 0
         with Events(cfg.on_event, run_dir) as events:
-            code = _node(cfg, run_dir, prepare(cfg, run_dir, config_text), events).run(only="warmup").code
+            code = _supervise(cfg, run_dir, config_text, events, only="warmup")
     if code == 0:
         sys.stdout.write(f"{run_dir / 'base'}\n")
     return code
@@ -73,14 +73,14 @@ def preflight(cfg: DictConfig, config_text: str, events: Events) -> int:
     """Run one step at full context with random tokens (`nemo_prorl.preflight`); return the trainer's exit code."""
     run_dir = one_node(cfg)
     with locked(run_dir):
-        return _node(cfg, run_dir, prepare(cfg, run_dir, config_text), events).run(only="preflight").code
+        return _supervise(cfg, run_dir, config_text, events, only="preflight")
 
 
-def _node(cfg: DictConfig, run_dir: Path, tasks: list[str], events: Events) -> Node:
+def _supervise(cfg: DictConfig, run_dir: Path, config_text: str, events: Events, only: str | None = None) -> int:
+    tasks = prepare(cfg, run_dir, config_text)
     clear_endpoints(run_dir)
-    return Node(
-        cfg, run_dir, tasks, MergedLog(run_dir / "logs" / "all.log"), events, Place(port=free_port("127.0.0.1"))
-    )
+    peers = Peers(run_dir / "endpoints", Place(port=free_port("127.0.0.1")))
+    return Node(cfg, run_dir, tasks, MergedLog(run_dir / "logs" / "all.log"), events, peers=peers).run(only).code
 
 
 def one_node(cfg: DictConfig) -> Path:
@@ -159,25 +159,12 @@ def make_folder(folder: Path) -> None:
 
 def is_finished(run_dir: Path, max_steps: int) -> bool:
     """Return whether the run has reached `max_steps`; if so, print its results."""
-    try:
-        summary = json.loads((run_dir / "summary.json").read_text())
-    except (OSError, ValueError):
+    if (step := run_results.finished_step(run_dir, max_steps)) is None:
         return False
-    if not summary["finished"] or summary["step"] < max_steps:
-        return False
-    _log.info(
-        "%s is finished after step %d. For more steps set trainer.grpo.max_steps=N; for another run set run_dir=FOLDER",
-        run_dir,
-        summary["step"],
-    )
-    print_results(run_dir)
-    return True
-
-
-def print_results(run_dir: Path) -> None:
-    from nemo_prorl.launcher import run_results
-
+    text = "%s is finished after step %d. For more steps set trainer.grpo.max_steps=N; for another run run_dir=FOLDER"
+    _log.info(text, run_dir, step)
     run_results.print_results(run_dir)
+    return True
 
 
 def clear_endpoints(run_dir: Path, keep: Iterable[Path] = ()) -> None:
@@ -194,16 +181,3 @@ def clear_endpoints(run_dir: Path, keep: Iterable[Path] = ()) -> None:
     token = endpoints / "token"
     with open(os.open(token, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
         file.write(secrets.token_urlsafe(32))
-
-
-__all__ = [
-    "clear_endpoints",
-    "is_finished",
-    "locked",
-    "one_node",
-    "preflight",
-    "prepare",
-    "print_results",
-    "run",
-    "warmup",
-]

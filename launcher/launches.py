@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,8 +56,8 @@ class Launches:
 
     def step(self) -> int:
         """Return the step of the newest complete checkpoint; -1 if there is none."""
-        found = (self._run_dir / "checkpoints").glob("step-*")
-        steps = [int(p.name[5:]) for p in found if p.name[5:].isdigit() and (p / "state.json").is_file()]
+        folders = (self._run_dir / "checkpoints").glob("step-*")
+        steps = [int(p.name[5:]) for p in folders if p.name[5:].isdigit() and (p / "state.json").is_file()]
         return max(steps, default=-1)
 
     def fruitless(self) -> tuple[int, int]:
@@ -66,20 +67,12 @@ class Launches:
             (failed attempts, all attempts).  A preempted attempt is not a failure, nor is an attempt without an end
             record, whose nodes Slurm took away.
         """
-        now, failures, every = self.step(), 0, 0
-        ends = {record["attempt"]: record for record in self._records() if record["event"] == "end"}
-        for begun in reversed(self._begun()):
-            if begun["step"] != now:
-                break
-            every += 1
-            end = ends.get(begun["attempt"])
-            failures += end is not None and not end["what"].startswith(PREEMPTED)
-        here = 0
-        for step in reversed(self._begins):
-            if step != now:
-                break
-            here += 1
-        return max(failures, here), max(every, here)
+        now = self.step()
+        records = self._records()
+        failed = {r["attempt"] for r in records if r["event"] == "end" and not r["what"].startswith(PREEMPTED)}
+        begun = list(takewhile(lambda r: r["step"] == now, reversed(self._begun())))
+        here = sum(1 for _ in takewhile(lambda step: step == now, reversed(self._begins)))
+        return max(sum(r["attempt"] in failed for r in begun), here), max(len(begun), here)
 
     def _write(self, event: str, attempt: int, **fields: Any) -> None:
         record = {"event": event, "job": self._job.id, "restart": self._job.restart, "attempt": attempt}

@@ -4,12 +4,11 @@
 
 Only node 0 reads the overrides, locks and prepares the run directory, and decides how the run ended.  The other nodes
 wait until node 0 has prepared the run, and report in one file per node whether they are fit (`peers`).  Standard output
-goes through `srun` to the batch script: the lines of all processes, and the outcome in case the disk is full.
+goes through `srun` to the batch script: the lines of all processes.
 """
 
 import argparse
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -25,8 +24,8 @@ from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import ConfigError, DeadlineExceeded, ProrlError, UnfitMachine
 from nemo_prorl.files import write_json
 from nemo_prorl.launcher.peers import End, Launch, Peers, Place, read
-from nemo_prorl.launcher.processes import StandardOutput, free_port
-from nemo_prorl.launcher.srun_step import BEGUN, OUTCOME
+from nemo_prorl.launcher.processes import MergedLog, free_port
+from nemo_prorl.launcher.srun_step import BEGUN
 from nemo_prorl.launcher.supervisor import Node
 
 _log = logging.getLogger(__name__)
@@ -39,14 +38,14 @@ class _Stopped(BaseException):
     """SIGUSR1 arrived before the ranks were started, so there is nothing to save."""
 
 
-def lead(args: argparse.Namespace, place: Place, peers: Peers, output: StandardOutput) -> End:
+def lead(args: argparse.Namespace, peers: Peers, output: MergedLog) -> End:
     """Run node 0, from reading the configuration to the end of the run; return how the run ended."""
     from nemo_prorl import settings
-    from nemo_prorl.launcher import job
+    from nemo_prorl.launcher import job, run_results
     from nemo_prorl.launcher.events import Events
     from nemo_prorl.launcher.prepare import prepare
 
-    cfg = settings.load_run(args.overrides)
+    cfg, place = settings.load_run(args.overrides), peers.place
     if cfg.trainer.num_nodes != place.nodes:
         raise ConfigError(
             f"trainer.num_nodes={cfg.trainer.num_nodes}: expected the number of supervisors that srun started; got"
@@ -62,17 +61,18 @@ def lead(args: argparse.Namespace, place: Place, peers: Peers, output: StandardO
             tasks = prepare(cfg, run_dir, settings.resolved_yaml(cfg))
             job.clear_endpoints(run_dir, keep=peers.files)
             peers.require_no_end()
-            place = replace(place, master=place.host, port=free_port())  # chosen after `prepare`, which takes minutes
-            write_json(peers.launch, Launch(tasks=tasks, master=place.master, port=place.port))
+            launch = Launch(tasks=tasks, master=place.host, port=free_port())  # after `prepare`, which takes minutes
+            peers.place = replace(place, master=launch["master"], port=launch["port"])
+            write_json(peers.launch, launch)
             startup = Deadline(cfg.trainer.deadlines.startup_s, "the nodes (trainer.deadlines.startup_s)")
             _require_reachable(cfg, peers.meet(startup))
-            end = _run(Node(cfg, run_dir, tasks, output, events, place, peers))
+            end = _run(Node(cfg, run_dir, tasks, output, events, peers=peers))
         if end.code == 0:
-            job.print_results(run_dir)
+            run_results.print_results(run_dir)
         return end
 
 
-def follow(args: argparse.Namespace, place: Place, peers: Peers, output: StandardOutput) -> End:
+def follow(args: argparse.Namespace, peers: Peers, output: MergedLog) -> End:
     """Run a node other than node 0: wait until node 0 has prepared the run, then work; return how the run ended."""
     from nemo_prorl.launcher.prepare import check_node
     from nemo_prorl.settings import read_config
@@ -85,10 +85,10 @@ def follow(args: argparse.Namespace, place: Place, peers: Peers, output: Standar
         return End(0)
     cfg: Any = read_config(_when_visible(args.run_dir / "config.yaml"))
     check_node(cfg)
-    place = replace(place, master=launch["master"], port=launch["port"])
-    _require_reachable(cfg, [place.master])
+    peers.place = replace(peers.place, master=launch["master"], port=launch["port"])
+    _require_reachable(cfg, [launch["master"]])
     peers.meet(Deadline(cfg.trainer.deadlines.startup_s, "the nodes (trainer.deadlines.startup_s)"))
-    return _run(Node(cfg, args.run_dir, launch["tasks"], output, None, place, peers))
+    return _run(Node(cfg, args.run_dir, launch["tasks"], output, peers=peers))
 
 
 def _run(node: Node) -> End:
@@ -151,15 +151,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="configuration overrides, KEY=VALUE")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format=f"{args.host}: %(message)s", stream=sys.stderr)
-    place, output = Place(args.node, args.nodes, args.host), StandardOutput()
+    output = MergedLog(None)
     signal.signal(signal.SIGUSR1, _stop)
     output.write(f"node-{args.node}", BEGUN + args.host)
-    peers = Peers(args.run_dir / "endpoints", place, args.attempt)
+    peers = Peers(args.run_dir / "endpoints", Place(args.node, args.nodes, args.host), args.attempt)
     with contextlib.redirect_stdout(sys.stderr):
-        end = _end(args, place, peers, output)
+        end = _end(args, peers, output)
     if args.node == 0:
         peers.write_end(end)
-        output.line(OUTCOME + json.dumps({**end.to_json(), "log": []}))
         return 0 if end.clean else end.code  # srun ends the other nodes if this code is not 0
     return 0 if end.clean or peers.decision is not None else end.code  # node 0 reports the end that it decided
 
@@ -168,12 +167,12 @@ def _stop(*_: Any) -> None:
     raise _Stopped
 
 
-def _end(args: argparse.Namespace, place: Place, peers: Peers, output: StandardOutput) -> End:
+def _end(args: argparse.Namespace, peers: Peers, output: MergedLog) -> End:
     try:
         try:
             if args.expect is not None:
                 _when_visible(args.expect)
-            return (lead if place.node == 0 else follow)(args, place, peers, output)
+            return (lead if args.node == 0 else follow)(args, peers, output)
         finally:
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a late signal must not replace the outcome
     except _Stopped:
@@ -185,7 +184,7 @@ def _end(args: argparse.Namespace, place: Place, peers: Peers, output: StandardO
     except Exception as error:
         _log.error("%s", traceback.format_exc())
         end = End(1, f"{type(error).__name__}: {error}", args.host)
-    return end if place.node == 0 else peers.agree(end)
+    return end if args.node == 0 else peers.agree(end)
 
 
 if __name__ == "__main__":

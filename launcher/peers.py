@@ -80,9 +80,6 @@ class End:
     def clean(self) -> bool:
         return self.code in CLEAN
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 class NodeState(TypedDict):
     """The state of one node of a run on several nodes, in endpoints/node-K-ATTEMPT.json."""
@@ -177,10 +174,10 @@ class Peers:
             self.decision = end if end is not None and end.clean else self._decide(end, stop_requested)
             self.write_end(self.decision)
             return self.decision
-        mine = end or End(1)
-        self.write_end(mine)
-        if mine.clean:
-            return mine
+        own = end or End(1)
+        self.write_end(own)
+        if own.clean:
+            return own
         limit = time.monotonic() + 4 * self._seconds  # node 0 decides earlier, even if its disk is full
         while time.monotonic() < limit:
             leader = read(self.files[0])
@@ -188,7 +185,7 @@ class Peers:
                 self.decision = End(**leader["end"])
                 return self.decision
             time.sleep(0.2)
-        return mine
+        return own
 
     def _decide(self, end: End | None, stop_requested: bool) -> End:
         # If this node cannot write, the other nodes probably cannot write either, so do not wait long for their files.
@@ -196,12 +193,11 @@ class Peers:
         while len(ends := self._ends(self._states())) < self.place.nodes - 1 and time.monotonic() < limit:
             time.sleep(0.2)
         known = [*ends, *([end] if end else [])]
-        if end is None and all(one.clean for one in known):
-            if stop_requested and known and all(one.code == 75 for one in known):
-                return End(
-                    75, "stopped; the ranks of node 0 did not end when those of the other nodes did", self.place.host
-                )
-            return End(1, "the ranks of node 0 did not end when those of the other nodes did", self.place.host)
+        if end is None and all(other.clean for other in known):
+            what = "the ranks of node 0 did not end when those of the other nodes did"
+            if stop_requested and known and all(other.code == 75 for other in known):
+                return End(75, f"stopped; {what}", self.place.host)
+            return End(1, what, self.place.host)
         return blame(known) or End(1)
 
     def write_end(self, end: End | None) -> bool:
@@ -215,12 +211,12 @@ class Peers:
         return True
 
     def _write(self, end: End | None) -> None:
-        write_json(self.files[self.place.node], {"host": self.place.host, "end": end and end.to_json()})
+        write_json(self.files[self.place.node], {"host": self.place.host, "end": end and asdict(end)})
 
     def _states(self) -> dict[int, dict[str, Any]]:
         """Return the states that the other nodes have written, by node number."""
-        found = {k: read(file) for k, file in enumerate(self.files) if k != self.place.node}
-        return {k: state for k, state in found.items() if state is not None}
+        others = ((k, read(file)) for k, file in enumerate(self.files) if k != self.place.node)
+        return {k: state for k, state in others if state is not None}
 
     @staticmethod
     def _ends(states: dict[int, dict[str, Any]]) -> list[End]:

@@ -81,16 +81,19 @@ def check_beginning(cfg: DictConfig) -> None:
         raise ConfigError(fault)
 
 
-def warn_of_origin(cfg: DictConfig) -> None:
-    """Warn if the stage could not begin now, because the checkpoint that it begins with does not exist yet."""
+def check_origin(cfg: DictConfig) -> None:
+    """Raise ConfigError if the stage can neither continue nor begin, because the checkpoint before it is missing."""
     from nemo_prorl.lifecycle.retention import complete
     from nemo_prorl.lifecycle.stages import origin
 
-    run_dir = Path(cfg.run_dir)
-    if complete(run_dir / "checkpoints"):
-        return
+    if not complete(Path(cfg.run_dir) / "checkpoints"):
+        origin(cast(Config, cfg), Path(cfg.run_dir))
+
+
+def warn_of_origin(cfg: DictConfig) -> None:
+    """Warn of what `check_origin` refuses, for a command that does not start the stage now."""
     try:
-        origin(cast(Config, cfg), run_dir)
+        check_origin(cfg)
     except ConfigError as error:
         _log.warning("this stage cannot begin yet: %s", error)
 
@@ -100,8 +103,8 @@ def run_dir_fault(run_dir: Path) -> str | None:
     nearest = next(folder for folder in (run_dir.absolute(), *run_dir.absolute().parents) if os.path.lexists(folder))
     if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
         return None
-    why = "cannot be written" if nearest.is_dir() else "is not a folder"
-    return f"run_dir={run_dir}: expected a folder that exists or can be made; {nearest} {why}. Fix: run_dir=FOLDER"
+    fault = "cannot be written" if nearest.is_dir() else "is not a folder"
+    return f"run_dir={run_dir}: expected a folder that exists or can be made; {nearest} {fault}. Fix: run_dir=FOLDER"
 
 
 def _warn_of_repeats(records: int, prompts: int) -> None:

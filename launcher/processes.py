@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TextIO
 
 from nemo_prorl.errors import ProrlError
 
@@ -41,38 +41,26 @@ class NeverServed(ProcessFailed):
     """A child of the supervisor ended twice with the same exception before it was of use, so a restart cannot help."""
 
 
-class Lines(Protocol):
-    """A destination for the output lines of all processes."""
-
-    def write(self, name: str, line: str) -> None: ...
-
-
 class MergedLog:
-    """RUN/logs/all.log: the lines of every process, prefixed with its name.  A lock keeps lines whole."""
+    """The lines of all processes, each prefixed with the name of its process.  A lock keeps lines whole.
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("a", buffering=1, errors="replace")
+    Args:
+        path: file to append to; None: standard output, which `srun` forwards.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        # A line that the locale cannot encode would end a copier thread.
+        if path is not None:
+            self._file: TextIO = path.open("a", encoding="utf-8", errors="replace")
+        else:
+            self._file = sys.stdout
+            if isinstance(sys.stdout, io.TextIOWrapper):
+                sys.stdout.reconfigure(encoding="utf-8", errors="replace")
         self._lock = threading.Lock()
 
     def write(self, name: str, line: str) -> None:
         with self._lock:
-            self._file.write(f"{name}: {line}\n")
-
-
-class StandardOutput:
-    """Standard output, which `srun` forwards: whole lines of every process, prefixed with its name."""
-
-    def __init__(self) -> None:
-        if isinstance(sys.stdout, io.TextIOWrapper):  # a line that the locale cannot encode would end a copier thread
-            sys.stdout.reconfigure(encoding="utf-8", errors="replace")
-        self._file, self._lock = sys.stdout, threading.Lock()
-
-    def write(self, name: str, line: str) -> None:
-        self.line(f"{name}: {line[:_LINE_CHARS]}")
-
-    def line(self, text: str) -> None:
-        with self._lock:
-            self._file.write(f"{text}\n")
+            self._file.write(f"{name}: {line[:_LINE_CHARS]}\n")
             self._file.flush()
 
 
@@ -90,8 +78,7 @@ def free_port(host: str = "") -> int:
     for port in (*tries, 0):
         with contextlib.suppress(OSError), socket.socket() as s:
             s.bind((host, port))
-            found: int = s.getsockname()[1]
-            return found
+            return int(s.getsockname()[1])
     raise OSError(f"{host or 'this machine'}: no TCP port is free")
 
 
@@ -115,7 +102,7 @@ class Child:
     command: Sequence[str]
     env: Mapping[str, str]
     log_file: Path
-    merged: Lines
+    merged: MergedLog
     restarts: int = 0
     endpoint: Path | None = None
     on_line: Callable[[str], None] | None = None
@@ -130,6 +117,11 @@ class Child:
     _kill_at: float = 0.0  # monotonic time at which a requested stop becomes a kill; 0: none was requested
     _log_failed: bool = False
     _copier: threading.Thread | None = None
+
+    @property
+    def status(self) -> int | None:
+        """Return the exit status of the process; negative: the signal that killed it; None: it runs or never ran."""
+        return None if self.process is None else self.process.poll()
 
     def start(self) -> None:
         """Start the process in a new session, with SIGUSR1 blocked."""
@@ -176,8 +168,8 @@ class Child:
             else:
                 self._log_failed = False
             self.tail.append(line)
-            if process is self.process and (found := _RAISED.fullmatch(line)) and not any(w in line for w in _FOLLOWS):
-                self.raised = found[1][:_SHOWN_CHARS]
+            if process is self.process and (match := _RAISED.fullmatch(line)) and not any(w in line for w in _FOLLOWS):
+                self.raised = match[1][:_SHOWN_CHARS]
             if self.on_line is not None:
                 self.on_line(line)
 
@@ -188,17 +180,14 @@ class Child:
 
     def signal(self, number: int) -> None:
         """Signal the process, if it runs."""
-        if self.process is not None and self.process.poll() is None:
+        if self.process is not None and self.status is None:
             self.process.send_signal(number)
 
     def kill_group(self) -> None:
         """Kill the process and all processes of its group."""
-        if self.process is None:
-            return
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
 
     def restart(self) -> None:
         """Stop the process, after 2 s by SIGKILL; `keep_up` starts it again without counting this as a failure."""
@@ -234,8 +223,8 @@ class Child:
                     + "\n".join(list(self.tail)[-12:])
                 )
             self._restart_at = now + min(30.0, 0.5 * 2.0 ** (len(self._ended) - 1))
-            why = f" ({cause})" if cause else ""
-            _log.warning("%s ended with status %s%s; starting it again", self.name, self.process.returncode, why)
+            text = f" ({cause})" if cause else ""
+            _log.warning("%s ended with status %s%s; starting it again", self.name, self.process.returncode, text)
         if now >= self._restart_at:
             self._restart_at = 0.0
             self.start()

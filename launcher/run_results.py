@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from nemo_prorl.files import read_object
 from nemo_prorl.launcher.curves import OF_A_RUN, RunResults, draw
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -18,6 +19,14 @@ def print_results(run_dir: Path) -> None:
         draw({run_dir.name: results}, OF_A_RUN, run_dir / "curves.png")
         sys.stdout.write(f"curves: {run_dir / 'curves.png'}\n")
     sys.stdout.flush()
+
+
+def finished_step(run_dir: Path, max_steps: int) -> int | None:
+    """Return the last step of a run that has reached `max_steps`; None if it has not."""
+    summary = read_object(run_dir / "summary.json")
+    if summary is None or not summary["finished"] or summary["step"] < max_steps:
+        return None
+    return int(summary["step"])
 
 
 def outcome(summary: dict[str, Any], metrics: list[dict[str, Any]]) -> list[str]:

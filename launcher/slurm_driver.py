@@ -28,6 +28,7 @@ import shlex
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,7 +38,7 @@ if not __package__:  # started by path: the modules of this folder must not shad
 
 from nemo_prorl.errors import ProrlError  # noqa: E402
 from nemo_prorl.launcher.launches import PREEMPTED, Launches  # noqa: E402
-from nemo_prorl.launcher.peers import node_file  # noqa: E402
+from nemo_prorl.launcher.peers import End, node_file  # noqa: E402
 from nemo_prorl.launcher.slurm_queries import Job, say  # noqa: E402
 from nemo_prorl.launcher.srun_step import Step  # noqa: E402
 from nemo_prorl.launcher.submission import Submission, arguments  # noqa: E402
@@ -95,16 +96,22 @@ class Driver:
             if own >= self.plan["attempts"] or every >= _ALL_ATTEMPTS * self.plan["attempts"]:
                 return self.give_up(every)
             attempt = self.launches.begin()
-            outcome = self.attempt(attempt)
-            following, code = self.decide(outcome)
-            fields = {key: outcome.get(key) or None for key in ("host", "process", "status")}
-            next_ = "requeue" if following == "leave_out" else following
-            self.launches.end(attempt, code=outcome["code"], what=outcome["what"], next=next_, **fields)
-            cause = f" ({outcome['what']})" if outcome["what"] else ""
-            say(f"attempt {attempt} ended with exit code {outcome['code']}{cause}; next: {next_}")
-            if following in ("requeue", "leave_out"):
-                return self.requeue(code, outcome["host"] if following == "leave_out" else "")
-            if following != "again":
+            action, code, end = self.decide(self.attempt(attempt))
+            next_ = "requeue" if action == "leave_out" else action
+            self.launches.end(
+                attempt,
+                code=end.code,
+                what=end.what,
+                next=next_,
+                host=end.host or None,
+                process=end.process or None,
+                status=end.status,
+            )
+            cause = f" ({end.what})" if end.what else ""
+            say(f"attempt {attempt} ended with exit code {end.code}{cause}; next: {next_}")
+            if action in ("requeue", "leave_out"):
+                return self.requeue(code, end.host if action == "leave_out" else "")
+            if action != "again":
                 return code
             self.wait(min(60.0, 5.0 * 2.0 ** self.launches.fruitless()[0]))
 
@@ -152,7 +159,7 @@ class Driver:
         if self.step is not None:
             self.step.stop()
 
-    def attempt(self, number: int) -> dict[str, Any]:
+    def attempt(self, number: int) -> End:
         """Start the supervisors of all nodes once, wait until they have ended, and return how the run ended."""
         log, env = self.run_dir / "logs" / "all.log", self.submission.environment()
         leader = node_file(self.run_dir / "endpoints", 0, self.submission.attempt_id(number))
@@ -160,11 +167,11 @@ class Driver:
         if self.stop_reason is not None or self.ended:  # a signal arrived before self.step was set
             step.stop()
         kill_reason = self._watch(step)
-        self.step, self.reported = None, step.outcome() is not None
+        self.step, self.reported = None, step.end() is not None
         if not kill_reason:
             return step.result()
         missing = self._missing(step)
-        return {"code": 1, "what": kill_reason, "host": missing[0] if len(missing) == 1 else ""}
+        return End(1, kill_reason, missing[0] if len(missing) == 1 else "")
 
     def _missing(self, step: Step) -> list[str]:
         """Return the nodes whose supervisors have not begun."""
@@ -183,7 +190,7 @@ class Driver:
             step.forward_stop()
             if self.stop_reason is not None and stop_by is None:
                 stop_by = now + _PATIENCE * max(0.0, (self.job.end() or time.time() + 600.0) - time.time())
-            if step.has_outcome():
+            if step.has_end():
                 kill_at = kill_at or now + _SRUN_ENDS_S
             elif now - began > reach_s and (missing := self._missing(step)):
                 hosts = f"{len(missing)} of {len(self.job.nodes)} nodes ({', '.join(missing)})"
@@ -201,40 +208,39 @@ class Driver:
 
     # --- after an attempt ------------------------------------------------------------------------------------------
 
-    def decide(self, outcome: dict[str, Any]) -> tuple[str, int]:
-        """Return the next action and the exit code of the job.  May set `outcome["host"]`, the node that failed.
+    def decide(self, end: End) -> tuple[str, int, End]:
+        """Decide what the job does after an attempt.
 
         Returns:
-            (action, exit code).  The action is "done", "again", "requeue", "leave_out" (requeue without the node
-            `outcome["host"]`) or "give_up".
+            (action, exit code of the job, end of the attempt).  The action is "done", "again", "requeue", "leave_out"
+            (requeue without the node `host` of the end) or "give_up".  The end says if Slurm preempted the run, and
+            which node cannot start a program.
         """
-        code = outcome["code"]
-        if code == 0:
-            return "done", 0
-        following = self._following(outcome)
+        if end.code == 0:
+            return "done", 0, end
+        action, code, end = self._next(end)
         if self.ended:  # SIGTERM arrived during the queries to Slurm: Slurm ends the job
-            return "give_up", STOPPED if code == STOPPED else 1
-        return following
+            return "give_up", STOPPED if end.code == STOPPED else 1, end
+        return action, code, end
 
-    def _following(self, outcome: dict[str, Any]) -> tuple[str, int]:
-        code, state = outcome["code"], self.job.state()
+    def _next(self, end: End) -> tuple[str, int, End]:
+        code, state = end.code, self.job.state()
         if self.ended or (state is not None and not (state.ours and state.running)):
-            return "give_up", STOPPED if code == STOPPED else 1
+            return "give_up", STOPPED if code == STOPPED else 1, end
         if self.stop_reason is not None:
-            return "requeue", STOPPED
+            return "requeue", STOPPED, end
         if state is not None and state.preempted:
-            outcome["what"] = f"{PREEMPTED} {outcome['what']}".strip()
-            return "requeue", STOPPED
+            return "requeue", STOPPED, replace(end, what=f"{PREEMPTED} {end.what}".strip())
         if code == STOPPED:
-            return ("requeue", STOPPED) if self.out_of_time() else ("give_up", STOPPED)
+            return "requeue" if self.out_of_time() else "give_up", STOPPED, end
         if not self.reported:
-            self.submission.report_failure(outcome["what"])
+            self.submission.report_failure(end.what)
         if code in (2, 4):
-            return "give_up", code
-        host = outcome["host"] = outcome.get("host") or (self.unresponsive_node() if code == 1 else "")
-        if host and (code == 3 or self.blamed(host)) and self.job.spare(host):
-            return "leave_out", code
-        return ("give_up", 3) if code == 3 else ("again", 1)
+            return "give_up", code, end
+        end = replace(end, host=end.host or (self.unresponsive_node() if code == 1 else ""))
+        if end.host and (code == 3 or self.blamed(end.host)) and self.job.spare(end.host):
+            return "leave_out", code, end
+        return "give_up" if code == 3 else "again", code, end
 
     def is_ours(self) -> bool:
         """Return whether this process still runs the job: False once Slurm has started the job again.

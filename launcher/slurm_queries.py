@@ -6,6 +6,7 @@ the output of a killed command would look valid.  Standard library only, Python 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -15,9 +16,11 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
-_QUERY_S = 60.0  # seconds for a Slurm command to answer
-_PROBE_S = 60.0  # seconds for a node to start a program
+from nemo_prorl.errors import UnfitMachine
+
+_QUERY_S = 60.0  # seconds for a Slurm command to answer, and for a node to start a program
 _TRANSIENT = ("", "SIGNALING", "CONFIGURING", "RESIZING")  # no answer, or a state that changes soon: query again
 _QUERIES = 10
 _BROKEN = ("down", "drain", "fail", "maint", "unk", "power", "reboot", "inval")
@@ -51,20 +54,15 @@ class Job:
         self.id = env.get("SLURM_JOB_ID", "")
         self.restart = int(env.get("SLURM_RESTART_COUNT") or 0)
         self.host = env.get("SLURMD_NODENAME") or socket.gethostname()
-        nodelist = env.get("SLURM_JOB_NODELIST", "")
-        self.nodes = output(["scontrol", "show", "hostnames", nodelist]).split() if nodelist else []
+        self.nodes = _hosts(env.get("SLURM_JOB_NODELIST", ""))
         self.partition = env.get("SLURM_JOB_PARTITION", "")
         self.container = f"prorl_{self.id}_{self.restart}"  # for pyxis on each node; unique for this start
 
     def fields(self) -> dict[str, str]:
         """Return the fields of `scontrol show job`; empty if Slurm does not answer."""
         text = output(["scontrol", "-o", "show", "job", self.id])
-        found: dict[str, str] = {}
-        for word in text.split():
-            key, equals, value = word.partition("=")
-            if equals:
-                found.setdefault(key, value)
-        return found
+        words = [word.partition("=") for word in reversed(text.split())]  # of a repeated key the first value counts
+        return {key: value for key, _, value in words}
 
     def state(self) -> State | None:
         """Return the state of the job; None if Slurm does not answer."""
@@ -105,7 +103,7 @@ class Job:
         fields = self.fields()
         if fields.get("ReqNodeList", "(null)") != "(null)":
             return False
-        excluded = {host, *self._hosts(fields.get("ExcNodeList", "(null)"))}
+        excluded = {host, *_hosts(fields.get("ExcNodeList", "(null)"))}
         healthy, kinds = set(), {}
         for line in output(["sinfo", "-h", "-N", "-p", self.partition, "-o", "%N|%T|%G|%f"]).splitlines():
             name, state, gpus, features = (*line.strip().split("|"), "", "", "")[:4]
@@ -115,10 +113,6 @@ class Job:
         alike = {name for name in healthy - excluded if kinds[name] == kinds.get(host, kinds[name])}
         return len(alike) >= len(self.nodes)
 
-    @staticmethod
-    def _hosts(nodelist: str) -> list[str]:
-        return [] if nodelist in ("", "(null)") else output(["scontrol", "show", "hostnames", nodelist]).split()
-
     def requeue(self, without: str = "") -> bool:
         """Requeue the job; return whether Slurm accepted.
 
@@ -126,11 +120,11 @@ class Job:
             without: node to exclude; Slurm accepts an exclusion only after the requeue, while the job waits.
         """
         excluded_before = self.fields().get("ExcNodeList", "(null)") if without else ""
-        if not _call(["scontrol", "requeue", self.id]):
+        if not _accepted(["scontrol", "requeue", self.id]):
             return False
         if without:
             excluded = without if excluded_before in ("", "(null)") else f"{excluded_before},{without}"
-            _call(["scontrol", "update", f"JobId={self.id}", f"ExcNodeList={excluded}"])
+            _accepted(["scontrol", "update", f"JobId={self.id}", f"ExcNodeList={excluded}"])
         return True
 
     def remove_container(self) -> bool:
@@ -138,50 +132,77 @@ class Job:
 
         pyxis itself removes the container only if it is configured with `container_scope=job`.
         """
-        nodes = str(len(self.nodes))
-        srun = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--overlap", "--mpi=none"]
-        return _call([*srun, "enroot", "remove", "--force", f"pyxis_{self.container}"])
+        return _accepted(
+            ["srun", *_one_each(len(self.nodes)), "enroot", "remove", "--force", f"pyxis_{self.container}"]
+        )
 
     def starts(self, host: str) -> bool:
         """Return whether a node of the job can start a program."""
-        probe = ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--mpi=none", "true"]
-        try:
-            done = subprocess.run(probe, check=False, stdin=subprocess.DEVNULL, timeout=_PROBE_S)
-        except (OSError, subprocess.TimeoutExpired):
-            return False
-        return done.returncode == 0
+        with contextlib.suppress(UnfitMachine):
+            call(["srun", *_one_each(1), f"--nodelist={host}", "true"])
+            return True
+        return False
 
 
-def _ignore_sigterm() -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def _hosts(nodelist: str) -> list[str]:
+    return [] if nodelist in ("", "(null)") else output(["scontrol", "show", "hostnames", nodelist]).split()
+
+
+def _one_each(nodes: int) -> list[str]:
+    """Return srun's options for one task on each of so many nodes, in parallel to the job's other steps."""
+    return [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--overlap", "--mpi=none"]
 
 
 def output(command: list[str]) -> str:
     """Return the standard output of a command; empty if it fails."""
-    done = _run(command, subprocess.DEVNULL)
-    return done.stdout if isinstance(done, subprocess.CompletedProcess) and done.returncode == 0 else ""
+    with contextlib.suppress(UnfitMachine):
+        return call(command)
+    return ""
 
 
-def _call(command: list[str]) -> bool:
+def _accepted(command: list[str]) -> bool:
     """Run a command and return whether it succeeded; write its message to the job's output if it failed."""
-    done = _run(command, subprocess.STDOUT)
-    if isinstance(done, Exception) or done.returncode:
-        cause = done if isinstance(done, Exception) else f"exit code {done.returncode}: {done.stdout.strip()}"
-        say(f"{shlex.join(command)} failed: {cause}")
+    try:
+        call(command)
+    except UnfitMachine as error:
+        say(f"{shlex.join(command)} failed: {error}")
         return False
     return True
 
 
-def _run(command: list[str], errors: int) -> subprocess.CompletedProcess[str] | Exception:
+def call(command: list[str], seconds: float = _QUERY_S, folder: Path | None = None) -> str:
+    """Return the standard output of a Slurm command.
+
+    Args:
+        folder: working directory of the command; None: that of this process.
+
+    Raises:
+        UnfitMachine: the program is missing, failed, or takes longer than `seconds`.
+    """
     try:
-        return subprocess.run(
+        done = subprocess.run(
             command,
+            cwd=folder,
             check=False,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            timeout=_QUERY_S,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
             text=True,
+            timeout=seconds,
             preexec_fn=_ignore_sigterm,
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return error
+    except FileNotFoundError as error:
+        raise UnfitMachine(f"{command[0]} is not on the PATH. Fix: run this on a machine with Slurm") from error
+    except OSError as error:
+        raise UnfitMachine(f"{command[0]} cannot be run: {error}") from error
+    except subprocess.TimeoutExpired as error:
+        raise UnfitMachine(
+            f"{command[0]} did not answer within {seconds:g} s. Its request may still take effect: check squeue --me"
+        ) from error
+    if done.returncode:
+        message = " ".join((done.stderr.strip() or done.stdout.strip() or "no message").split())
+        raise UnfitMachine(f"{command[0]} ended with exit code {done.returncode}: {message}")
+    return done.stdout
+
+
+def _ignore_sigterm() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -6,12 +6,12 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from nemo_prorl.launcher.processes import Child
-from nemo_prorl.launcher.usage import descendants
+from nemo_prorl.launcher.usage import families
 from nemo_prorl.stacks import SIGNAL
 
 _log = logging.getLogger(__name__)
@@ -46,19 +46,12 @@ class StackWriter:
         try:
             with self._file.open("a") as out:
                 out.write(f"==== {time.strftime('%Y-%m-%d %H:%M:%S')} on {os.uname().nodename}\n")
-                for name, pid in self._processes():
-                    _append(out, name, pid)
+                _append(out, "supervisor", os.getpid())
+                for name, processes in families(self._children).items():
+                    for process in processes:
+                        _append(out, name, process.pid)
         except OSError as error:
             _log.warning("%s cannot be written: %s", self._file, error)
-
-    def _processes(self) -> Iterator[tuple[str, int]]:
-        """Yield name and pid of each process; a process below a child has the child's name."""
-        yield "supervisor", os.getpid()
-        running = [(child.name, child.process.pid) for child in self._children if child.process is not None]
-        below = descendants({pid for _, pid in running})
-        for name, pid in running:
-            for each in (pid, *below[pid]):
-                yield name, each
 
 
 def _append(out: IO[str], name: str, pid: int) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_prorl.errors import ProrlError
+from nemo_prorl.errors import UnfitMachine
 from nemo_prorl.launcher.slurm_queries import Job, output, say
 
 ROOT = Path(__file__).absolute().parent.parent.parent  # the repository: this file's path is ROOT/nemo_prorl/launcher/
@@ -30,12 +30,6 @@ _OUTPUT = ("SLURM_LABELIO", "SLURM_UNBUFFEREDIO", "SLURM_STDOUTMODE")  # would c
 _ON_EVENT_S = 120.0  # limit for the command in on_event, including srun's start of a container
 _DATA = "prepared"  # default of data.folder
 _SHOWN = ("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_", "CUDA_", "NVTE_", "OMP_", "PRORL_", "SLURM_TOPOLOGY")
-
-
-class Unfit(ProrlError):
-    """The allocation of the Slurm job does not match the configuration."""
-
-    exit_code = 3
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
@@ -147,7 +141,7 @@ class Submission:
             return [*self.srun(1), *self.python(), "-m", *words], self.environment()
         python = self.args.python or OWN_PYTHON
         if not shutil.which(python):
-            raise Unfit(
+            raise UnfitMachine(
                 f"{python}: no such Python. Fix: run make setup, or give the image after the stage:"
                 " --container-image=IMAGE"
             )
@@ -186,19 +180,19 @@ class Submission:
             )
 
     def check_allocation(self) -> None:
-        """Raise Unfit unless the job has the nodes and GPUs that the configuration needs."""
+        """Raise UnfitMachine unless the job has the nodes and GPUs that the configuration needs."""
         if not self.job.id:
-            raise Unfit(
+            raise UnfitMachine(
                 "SLURM_JOB_ID is not set: this process is not part of a Slurm job. Fix: start it with sbatch, or add"
                 " --dry-run to print the command"
             )
         if not shutil.which("srun"):
-            raise Unfit(
+            raise UnfitMachine(
                 "srun is not on the PATH. Fix: if this script runs in a container, give the image to the script, not to"
                 " sbatch: sbatch slurm/stage.sbatch STAGE --container-image=IMAGE"
             )
         for fault, fix in allocation_faults(self.plan, len(self.job.nodes), gpus_on_node(os.environ)):
-            raise Unfit(f"{fault}. Fix: {fix}")
+            raise UnfitMachine(f"{fault}. Fix: {fix}")
 
     def show(self) -> None:
         """Write the job, the run directory and the relevant environment variables to the job's output."""

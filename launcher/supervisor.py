@@ -20,13 +20,12 @@ from omegaconf import DictConfig
 import nemo_prorl
 from nemo_prorl import stacks
 from nemo_prorl.config import Config
-from nemo_prorl.launcher.determinism import variables_of_engines, variables_of_ranks
 from nemo_prorl.launcher.doctor.check import NoAnswer
-from nemo_prorl.launcher.environment import engine_libraries, for_engine, order_of_kernels, with_caches
+from nemo_prorl.launcher.environment import engine_libraries, engine_variables, for_engine, rank_variables, with_caches
 from nemo_prorl.launcher.events import Events, on_screen
 from nemo_prorl.launcher.health import Health
 from nemo_prorl.launcher.peers import CLEAN, End, Peers, Place
-from nemo_prorl.launcher.processes import Child, Lines, NeverServed, ProcessFailed, stop_all
+from nemo_prorl.launcher.processes import Child, MergedLog, NeverServed, ProcessFailed, stop_all
 from nemo_prorl.launcher.progress import Progress
 from nemo_prorl.launcher.run_data import plain
 from nemo_prorl.launcher.stacks import StackWriter
@@ -55,8 +54,8 @@ _TASK_VARIABLES = tuple(
 ) + ("PMI", "OMPI_")
 
 
-class _AtOnce(BaseException):
-    """A signal came for the second time."""
+class _Killed(BaseException):
+    """A signal came for the second time, and all processes were killed."""
 
 
 class Node:
@@ -66,7 +65,7 @@ class Node:
         tasks: tasks that the reward server judges.
         merged: destination for the lines of all processes.
         events: caller of the `on_event` command; None on nodes other than node 0.
-        place: position in a run on several nodes; None: the run has one node.
+        peers: the other nodes, and the place of this one; None: the run has one node.
     """
 
     def __init__(
@@ -74,15 +73,19 @@ class Node:
         cfg: DictConfig,
         run_dir: Path,
         tasks: Sequence[str],
-        merged: Lines,
+        merged: MergedLog,
         events: Events | None = None,
-        place: Place | None = None,
         peers: Peers | None = None,
     ) -> None:
         self.cfg, self.dir, self.tasks, self.events = cfg, run_dir, tasks, events
         self.endpoints, self.logs = run_dir / "endpoints", run_dir / "logs"
-        self.place, self.merged = place or Place(), merged
-        self.peers = peers or Peers(self.endpoints, self.place)
+        self.merged, self.peers = merged, peers or Peers(self.endpoints, Place())
+        self.place = self.peers.place
+        several = self.place.nodes > 1
+        self._here = self.place.host if several else ""  # for messages
+        # Address at which services listen, and at which the ranks reach the services of this node.  On one node both
+        # are the loopback address, because a Slurm job's node has another address under its own name.
+        self._bind, self._public = ("0.0.0.0", self.place.host) if several else ("127.0.0.1", "127.0.0.1")
         self.progress: Progress | None = None  # on node 0 of a run that trains
         self._signals: list[int] = []
         self._closing = False  # whether `run` has begun to stop its processes
@@ -113,7 +116,7 @@ class Node:
                 for child in [*services, *ranks]:
                     child.start()
                 return self._watch(services, ranks, health)
-            except _AtOnce:
+            except _Killed:
                 return self._stopped("all processes were killed")
             finally:
                 self._closing = True
@@ -138,9 +141,8 @@ class Node:
 
     def _watch(self, services: Sequence[Child], ranks: Sequence[Child], health: Health) -> End:
         while True:
-            codes = [rank.process.poll() for rank in ranks if rank.process is not None]
             end = self.peers.look()
-            if end is not None or any(code is not None for code in codes):
+            if end is not None or any(rank.status is not None for rank in ranks):
                 return self._ended(ranks, end)
             try:
                 self._restart_requested(services)
@@ -152,11 +154,13 @@ class Node:
                         rank.kill_group()
                 if self.place.nodes == 1:
                     raise
-                status = None if child.process is None else child.process.returncode
-                return self._over(End(1, str(failure), self.place.host, child.name, status))
+                return self._over(End(1, str(failure), self.place.host, child.name, child.status))
             health.update()
             self._stacks.update()
-            self._show()
+            if self.progress is not None:
+                self.progress.update()
+            if self.events is not None:
+                self.events.update()
             time.sleep(0.1)
 
     def _restart_requested(self, services: Sequence[Child]) -> None:
@@ -164,19 +168,11 @@ class Node:
         if time.monotonic() < self._look_at:
             return
         self._look_at = time.monotonic() + 1.0  # the folder may be on a slow shared disk
-        with suppress(OSError):  # a shared disk may be unavailable for a moment
-            asked = {name for name in os.listdir(self.endpoints) if name.endswith(RESTART_SUFFIX)}
-            for child in services:
-                if f"{child.name}{RESTART_SUFFIX}" in asked:
-                    (self.endpoints / f"{child.name}{RESTART_SUFFIX}").unlink()
-                    _log.info("%s is restarted on request", child.name)
-                    child.restart()
-
-    def _show(self) -> None:
-        if self.progress is not None:
-            self.progress.update()
-        if self.events is not None:
-            self.events.update()
+        for child in services:
+            with suppress(OSError):  # there is no request, or a shared disk is unavailable for a moment
+                (self.endpoints / f"{child.name}{RESTART_SUFFIX}").unlink()
+                _log.info("%s is restarted on request", child.name)
+                child.restart()
 
     def _ended(self, ranks: Sequence[Child], peer_end: End | None) -> End:
         """Return how the run ended, after a rank has ended here or on another node.
@@ -189,44 +185,45 @@ class Node:
         at = time.time()
         clean = peer_end is not None and peer_end.clean
         end = time.monotonic() + (self.cfg.trainer.deadlines.stop_s if clean else 10.0)
-        while time.monotonic() < end and any(r.process is not None and r.process.poll() is None for r in ranks):
+        while time.monotonic() < end and any(rank.status is None for rank in ranks):
             time.sleep(0.1)
+        ended = [(rank, code) for rank in ranks if (code := rank.status) is not None]
         end = time.monotonic() + 1.0
-        for rank in ranks:
-            if rank.process is not None and rank.process.poll() is not None:
-                rank.read_out(max(0.0, end - time.monotonic()))
+        for rank, _ in ended:
+            rank.read_out(max(0.0, end - time.monotonic()))
         if self.progress is not None:
             self.progress.update()
-        codes = [r.process.poll() for r in ranks if r.process is not None]
-        ended = [(r, c) for r, c in zip(ranks, codes, strict=True) if c is not None]
         if not ended:  # no rank of this node
             return self._over(None)
-        bad = sorted((c for c in ended if c[1] not in CLEAN), key=lambda one: one[1] >= 0)  # killed ones first
-        if not bad:
-            return self._over(None if peer_end is not None and not clean else End(max(c for _, c in ended)))
-        rank, code = bad[0]
-        if peer_end is None and -code in self._forwarded:
+        failed = [(rank, code) for rank, code in ended if code not in CLEAN]
+        if not failed:
+            return self._over(None if peer_end is not None and not clean else End(max(code for _, code in ended)))
+        rank, code = min(failed, key=lambda item: item[1] >= 0)  # killed ones first
+        sent = {FORWARDED_AS[signal.Signals(number)] for number in self._signals}  # they end a rank that is starting
+        if peer_end is None and -code in sent:
             return self._stopped("stopped while the trainer started")
         what = f"{rank.name} ended with status {code}; its log is {rank.log_file}"
         log = [line[:_LINE_CHARS] for line in list(rank.tail)[-_LAST_LINES:]]
-        return self._over(End(code if code in (2, 3, 4) else 1, what, self._here, rank.name, code, log, at))
+        return self._over(
+            End(code if code in (2, 3, 4) else 1, what, self._here, rank.name, status=code, log=log, at=at)
+        )
 
     def _stopped(self, how: str) -> End:
-        """Say what is kept of a run that ended at once on a signal; return how it ended."""
+        """Report what is kept of a run that a signal ended immediately; return how it ended."""
         kept = complete(self.dir / "checkpoints")
-        onward = f"continues after {kept[-1].name}" if kept else "begins anew, because no checkpoint was complete"
+        onward = f"continues after {kept[-1].name}" if kept else "begins again, because no checkpoint was complete"
         what = f"{how}; the same command {onward}"
         if kept:
             _log.warning(what)
         return self._over(End(75 if kept else 1, what, self._here))
 
-    def _over(self, mine: End | None) -> End:
+    def _over(self, own: End | None) -> End:
         """Return how the run ended, agreed with the other nodes; node 0 calls the event hook if the run failed.
 
         Args:
-            mine: end of this node's processes; None: a process of another node ended first.
+            own: end of this node's processes; None: a process of another node ended first.
         """
-        end = self.peers.agree(mine, stop_requested=bool(self._signals))
+        end = self.peers.agree(own, stop_requested=bool(self._signals))
         if end.clean or self.place.node > 0:
             return end
         where = f"{end.host}: " if end.host else ""
@@ -247,13 +244,12 @@ class Node:
                     child.kill_group()
                 if self._closing:
                     return
-                raise _AtOnce
+                raise _Killed
             self._signals.append(number)
             name = signal.Signals(number).name
             by_slurm = " from srun or Slurm" if name == "SIGTERM" and self.place.nodes > 1 else ""
-            _log.warning(
-                "received %s%s; the run stops after this step; a second signal kills its processes", name, by_slurm
-            )
+            text = "received %s%s; the run stops after this step; a second signal kills its processes"
+            _log.warning(text, name, by_slurm)
             for rank in ranks:
                 rank.signal(FORWARDED_AS[signal.Signals(number)])
 
@@ -281,29 +277,6 @@ class Node:
             restarts=restarts,
             endpoint=self.endpoints / f"{name}.json" if endpoint else None,
         )
-
-    @property
-    def _forwarded(self) -> set[int]:
-        """Return the signals that the ranks were sent, which end a rank that does not handle them yet."""
-        return {FORWARDED_AS[signal.Signals(number)] for number in self._signals}
-
-    @property
-    def _here(self) -> str:
-        """Return the host's name for messages of a run on several nodes; empty if the run has one node."""
-        return "" if self.place.nodes == 1 else self.place.host
-
-    @property
-    def _bind(self) -> str:
-        """Return the address at which services listen: only the loopback address if the run has one node."""
-        return "127.0.0.1" if self.place.nodes == 1 else "0.0.0.0"
-
-    @property
-    def _public(self) -> str:
-        """Return the address at which the ranks reach the services of this node.
-
-        On one node it is the loopback address, because a Slurm job's node has another address under its own name.
-        """
-        return self._bind if self.place.nodes == 1 else self.place.host
 
     def _rewards(self) -> Child:
         cfg, name = self.cfg, f"rewards-{self.place.node}"
@@ -352,8 +325,8 @@ class Node:
         command += ["--float32-head"] if cfg.trainer.grpo.float32_head else []
         command += ["--eager"] if rollout.eager else []
         command += ["--sleep"] if rollout.sleep is not None and not alone else []
-        env = {**self._gpus(local, alone), **variables_of_engines(cfg), **self._libraries}
-        engine = self._child(f"engine-{index}", command, env, rollout.max_restarts, True, True)
+        env = {**self._gpus(local, alone), **engine_variables(cfg), **self._libraries}
+        engine = self._child(f"engine-{index}", command, env, rollout.max_restarts, endpoint=True, engine=True)
         engine.has_served = self._has_engine_served
         if not alone and self._cores is not None:
             engine.cores = self._cores.engines[local] or None
@@ -400,8 +373,7 @@ class Node:
     @cached_property
     def _libraries(self) -> dict[str, str]:
         """Return the variable with which engines use CUDA on an older driver, if they need one."""
-        site = {**dict(self.cfg.launch.env), **for_engine(os.environ)}
-        return engine_libraries(site, self._devices[0].driver if self._devices else None)[1]
+        return engine_libraries(self.cfg, os.environ, self._devices[0].driver if self._devices else None)[1]
 
     def _kv_mb(self) -> int | None:
         """Return the GPU memory left for the engine's KV cache beside the trainer, in MiB; None on a CPU."""
@@ -429,8 +401,7 @@ class Node:
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
             "TORCHINDUCTOR_COMPILE_THREADS": "1",  # a rank compiles four small functions; a process pool costs more
-            **order_of_kernels(self.cfg),
-            **variables_of_ranks(self.cfg),
+            **rank_variables(self.cfg),
         }
         module = "nemo_prorl.preflight" if only == "preflight" else "nemo_prorl.rank"
         command = [sys.executable, "-m", module, str(self.dir), *(["warmup"] if only == "warmup" else [])]

@@ -7,11 +7,13 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
+
 from nemo_prorl.files import write_json
-from nemo_prorl.launcher.doctor.storage import available_memory
+from nemo_prorl.launcher.doctor.storage import available_memory, bytes_under
 from nemo_prorl.launcher.peers import Place
 from nemo_prorl.launcher.processes import Child
 from nemo_prorl.usage import NodeUsage, ProcessUsage
@@ -45,10 +47,8 @@ class UsageSampler:
 
     def sample(self) -> NodeUsage:
         """Return what the processes use now.  A process that has just ended is left out."""
-        running = {child.name: child.process.pid for child in self._children if child.process is not None}
-        below = descendants({*running.values()})
-        processes = {name: _together([pid, *below[pid]]) for name, pid in running.items()}
-        processes[f"supervisor-{self._place.node}"] = _together([os.getpid()])
+        processes = {name: _together(family) for name, family in families(self._children).items()}
+        processes[f"supervisor-{self._place.node}"] = _together([psutil.Process()])
         shm = os.statvfs("/dev/shm")
         return {
             "host": self._place.host or os.uname().nodename,
@@ -63,63 +63,37 @@ class UsageSampler:
         """Return the size of the run directory; it is measured again after 200 times the seconds that this took."""
         began = time.monotonic()
         if began >= self._walk_at:
-            self._run_dir_bytes = sum(_sizes(self._dir))
+            self._run_dir_bytes = bytes_under(self._dir)
             self._walk_at = began + (time.monotonic() - began) / _SHARE
         return self._run_dir_bytes
 
 
-def _sizes(folder: Path) -> Iterator[int]:
-    """Yield the sizes of the files below a folder in bytes; files that disappear meanwhile are left out."""
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                yield from _sizes(Path(entry.path))
-            else:
-                with contextlib.suppress(OSError):
-                    yield entry.stat(follow_symlinks=False).st_size
+def families(children: Sequence[Child]) -> dict[str, list[psutil.Process]]:
+    """Return by name the process of each running child, followed by all processes below it."""
+    names = {child.process.pid: child.name for child in children if child.process is not None}
+    below: dict[str, list[psutil.Process]] = {name: [] for name in names.values()}
+    for process in psutil.Process().children(recursive=True):  # a parent comes before its children
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if name := names.get(process.pid) or names.get(process.ppid()):
+                names[process.pid] = name
+                below[name].append(process)
+    return {name: processes for name, processes in below.items() if processes}
 
 
-def descendants(pids: set[int]) -> Mapping[int, list[int]]:
-    """Return the processes below each process, as /proc shows them."""
-    children: dict[int, list[int]] = {}
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                parent = int(Path(entry.path, "stat").read_text().rpartition(")")[2].split()[1])
-                children.setdefault(parent, []).append(int(entry.name))
-    found: dict[int, list[int]] = {}
-    for pid in pids:
-        below, ahead = [], [pid]
-        while ahead:
-            more = children.get(ahead.pop(), [])
-            below += more
-            ahead += more
-        found[pid] = below
-    return found
-
-
-def _together(pids: Sequence[int]) -> ProcessUsage:
+def _together(processes: Sequence[psutil.Process]) -> ProcessUsage:
     """Return the sums over processes; all 0 if none of them runs."""
     total: ProcessUsage = {
-        "pid": pids[0],
+        "pid": processes[0].pid,
         "resident_bytes": 0,
         "proportional_bytes": 0,
         "open_files": 0,
         "threads": 0,
     }
-    for pid in pids:
-        folder = Path("/proc") / str(pid)
-        with contextlib.suppress(OSError, ValueError, StopIteration):
-            resident, proportional = _memory(folder)
-            total["resident_bytes"] += resident
-            total["proportional_bytes"] += proportional
-            total["open_files"] += len(os.listdir(folder / "fd"))
-            total["threads"] += len(os.listdir(folder / "task"))
+    for process in processes:
+        with contextlib.suppress(psutil.Error, OSError), process.oneshot():
+            memory, open_files, threads = process.memory_full_info(), process.num_fds(), process.num_threads()
+            total["resident_bytes"] += memory.rss
+            total["proportional_bytes"] += memory.pss
+            total["open_files"] += open_files
+            total["threads"] += threads
     return total
-
-
-def _memory(process: Path) -> tuple[int, int]:
-    """Return a process's resident and proportional memory in bytes."""
-    lines = (process / "smaps_rollup").read_text().splitlines()
-    values = {key: int(value.split()[0]) << 10 for key, _, value in (line.partition(":") for line in lines[1:])}
-    return values["Rss"], values["Pss"]

@@ -289,7 +289,7 @@ def setup_process(cfg: Config, rank: int) -> None:
     )
     stacks.register()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
-    if cfg.deterministic:  # launcher.determinism sets the environment variables
+    if cfg.deterministic:  # launcher.environment sets the environment variables
         # On GPUs some library operations have no deterministic algorithm: log a warning instead of ending the run.
         torch.use_deterministic_algorithms(True, warn_only=cfg.trainer.accelerator == "gpu")
 

@@ -157,7 +157,7 @@ def build(settings: Settings, folder: Path, *more: str) -> tuple[Any, Any]:
         more: overrides; with `deterministic=true` this process computes as the ranks of such a run do.
     """
     require("megatron.core", "nemo", "nemo_aligner")
-    from nemo_prorl.launcher.determinism import variables_of_ranks
+    from nemo_prorl.launcher.environment import rank_variables
     from nemo_prorl.launcher.processes import free_port
     from nemo_prorl.policy.build import build_actor
     from nemo_prorl.policy.cpu import shims as cpu
@@ -176,7 +176,7 @@ def build(settings: Settings, folder: Path, *more: str) -> tuple[Any, Any]:
     if settings.cuda and not has_transformer_engine():
         cpu.without_apex_and_te()
     cfg = config(settings, folder, *more)
-    os.environ |= variables_of_ranks(cfg)
+    os.environ |= rank_variables(cfg)
     if cfg.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=settings.cuda)
     return build_actor(cfg, folder).actor, cfg

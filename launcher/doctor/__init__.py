@@ -76,14 +76,14 @@ def run(args: argparse.Namespace, try_step: "TryStep") -> int:
 
         cfg = settings.load_run(args.overrides, args.config, need_files=False)
     failed: set[str] = set()
-    found = checks(cfg, args.rollout_python, (args.srun or "srun") if args.nodes else None)
+    results = checks(cfg, args.rollout_python, (args.srun or "srun") if args.nodes else None)
     if cfg is not None and args.preflight:
         from nemo_prorl.launcher.doctor import preflight
 
         if args.rollout_python is not None:
             cfg.rollout.python = str(args.rollout_python)
-        found = chain(found, preflight.check_step(cfg, try_step, args.rows))
-    for check in found:
+        results = chain(results, preflight.check_step(cfg, try_step, args.rows))
+    for check in results:
         if check.state == "fail":
             failed.add(check.name)
         sys.stdout.write((json.dumps(asdict(check)) if args.json else check.line()) + "\n")
@@ -130,9 +130,9 @@ def data(cfg: "DictConfig") -> Iterator[Check]:
     from nemo_prorl.data.prepared import faults
     from nemo_prorl.launcher.run_data import check_files
 
-    found = [Check("data", "fail", fault) for fault in faults(cfg)]
+    missing = [Check("data", "fail", fault) for fault in faults(cfg)]
     sources = ", ".join(source.name for source in (*cfg.data.train, *cfg.data.validation))
-    yield from found or [Check("data", "pass", sources)]
+    yield from missing or [Check("data", "pass", sources)]
     try:
         checked = check_files(cfg, will_start=False)
     except ProrlError as error:

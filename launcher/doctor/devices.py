@@ -17,7 +17,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl.launcher.doctor.check import Check, NoAnswer, ask, gb, output_of
-from nemo_prorl.launcher.environment import engine_libraries, for_engine
+from nemo_prorl.launcher.environment import engine_libraries
 from nemo_prorl.sizing.devices import devices_words, node_devices
 from nemo_prorl.sizing.memory import device_bytes
 
@@ -109,8 +109,8 @@ def check_gpus(cfg: DictConfig, rollout_python: Path) -> Iterator[Check]:
             version = importlib.metadata.version("transformer-engine")
             yield judge_layers(version, OmegaConf.select(cfg, "model.fp8") is not None)
     try:
-        variables = _libraries_of_engines(cfg, os.environ, query())[1]
-    except (NoAnswer, ValueError):  # the check `gpus` reports it
+        variables = engine_libraries(cfg, os.environ, query()[0].driver)[1]
+    except (NoAnswer, ValueError, IndexError):  # the check `gpus` reports it
         variables = {}
     for name, python, more in (("torch", sys.executable, {}), ("engine", str(rollout_python), variables)):
         try:
@@ -151,40 +151,27 @@ def check_node_gpus(
     yield judge_modes(gpus)
     bf16 = cfg.rollout.dtype == "bfloat16" or (trains and str(cfg.trainer.precision).startswith("bf16"))
     yield judge_capability(gpus, OmegaConf.select(cfg, "model.fp8") if trains else None, bf16)
-    yield _check_driver(_libraries_of_engines(cfg, environment, gpus), rollout_python, gpus, trains)
-
-
-def _libraries_of_engines(
-    cfg: DictConfig, environment: Mapping[str, str], gpus: Sequence[Gpu]
-) -> tuple[Path | None, dict[str, str]]:
-    """Return the forward-compatibility libraries of engines on this node, and their variable, as a run sets it."""
-    site = {**dict(cfg.launch.env), **for_engine(environment)}
-    return engine_libraries(site, gpus[0].driver if gpus else None)
+    if gpus:
+        yield _check_driver(cfg, environment, rollout_python, gpus[0], trains)
 
 
 def _check_driver(
-    engines: tuple[Path | None, dict[str, str]], rollout_python: Path, gpus: Sequence[Gpu], trains: bool
+    cfg: DictConfig, environment: Mapping[str, str], rollout_python: Path, gpu: Gpu, trains: bool
 ) -> Check:
-    """Check that the driver runs the CUDA versions of both environments.
-
-    Args:
-        engines: result of `_libraries_of_engines`.
-        trains: whether a trainer runs on the node, too.
-    """
-    cuda = {}
+    """Check that the driver runs the CUDA versions of the rollout environment and, if a trainer runs here, its own."""
+    folder, variables = engine_libraries(cfg, environment, gpu.driver)
     spec = importlib.util.find_spec("torch") if trains else None
     try:
-        folder, variables = engines
         runs, status = ask(sys.executable, _DRIVER, seconds=60, variables=variables)
-        found = Libcuda(runs, status, folder)
-        cuda[ROLLOUT] = (cuda_of_torch(_packages(rollout_python)), found)
+        libcuda = Libcuda(runs, status, folder)
+        cuda = {ROLLOUT: (cuda_of_torch(_packages(rollout_python)), libcuda)}
         if spec is not None and spec.origin is not None:
-            found = Libcuda(*ask(sys.executable, _DRIVER, seconds=60)) if variables else found
-            cuda["the training environment"] = (cuda_of_torch([Path(spec.origin).parent.parent]), found)
-        return judge_driver(cuda, gpus[0].driver if gpus else "none")
+            libcuda = Libcuda(*ask(sys.executable, _DRIVER, seconds=60)) if variables else libcuda
+            cuda["the training environment"] = (cuda_of_torch([Path(spec.origin).parent.parent]), libcuda)
     except NoAnswer as error:
         text = f"the driver's CUDA version could not be queried: {error}"
         return Check("driver", "fail", text, "see what nvidia-smi prints")
+    return judge_driver(cuda, gpu.driver)
 
 
 def query() -> list[Gpu]:
@@ -200,12 +187,12 @@ def visible(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> list[Gpu]:
     chosen: list[Gpu] = []
     for word in (part.strip() for part in given.split(",")):
         if word.isdigit():
-            found = [gpus[int(word)]] if int(word) < len(gpus) else []
+            matches = list(gpus[int(word) : int(word) + 1])
         else:
-            found = [gpu for gpu in gpus if word and gpu.uuid.startswith(word)]
-        if len(found) != 1 or found[0] in chosen:  # CUDA ignores all devices after an unknown one
+            matches = [gpu for gpu in gpus if word and gpu.uuid.startswith(word)]
+        if len(matches) != 1 or matches[0] in chosen:  # CUDA ignores all devices after an unknown one
             break
-        chosen += found
+        chosen += matches
     return chosen
 
 
@@ -232,8 +219,8 @@ def cuda_of_torch(folders: Sequence[Path]) -> str | None:
     """
     for folder in folders:
         file = folder / "torch" / "version.py"
-        if file.is_file() and (found := re.search(r"^cuda\b[^=\n]*=\s*['\"]([\d.]+)", file.read_text(), re.M)):
-            return found[1]
+        if file.is_file() and (match := re.search(r"^cuda\b[^=\n]*=\s*['\"]([\d.]+)", file.read_text(), re.M)):
+            return match[1]
     return None
 
 
@@ -375,10 +362,10 @@ def judge_layers(version: str, fp8: bool) -> Check:
     """Judge whether the installed version of Transformer Engine supports the configuration."""
     name = "transformer engine"
     numbers, early = re.match(r"[\d.]+", version), re.search(r"\.?(dev|a|b|rc)\d*", version.split("+")[0])
-    found = tuple(int(number) for number in (numbers[0] if numbers else "0").strip(".").split("."))
-    if fp8 and found < FP8_LAYERS:
+    release = tuple(int(number) for number in (numbers[0] if numbers else "0").strip(".").split("."))
+    if fp8 and release < FP8_LAYERS:
         return Check(name, "fail", f"version {version}; FP8 needs 2.2.0", "update it, or set model.fp8=null")
-    if fp8 and found[:3] == FP8_LAYERS and early:
+    if fp8 and release[:3] == FP8_LAYERS and early:
         text = (
             f"version {version} is older than the final 2.2.0: FP8 weights that it caches in a pass without gradients"
             " cannot be used in an update"

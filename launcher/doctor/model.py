@@ -13,6 +13,7 @@ from nemo_prorl.checks import check_shape
 from nemo_prorl.config import Config
 from nemo_prorl.data import parquet as tables
 from nemo_prorl.data.prepared import missing_files, task_of
+from nemo_prorl.files import objects_in
 from nemo_prorl.launcher.doctor.check import Check, NoAnswer, ask
 from nemo_prorl.lifecycle.base_model import initial_model
 from nemo_prorl.rewards.interface import opened_thought
@@ -97,22 +98,19 @@ def judge_eos(facts: TokenizerFacts, config: dict[str, Any], generation: dict[st
     if facts.eos is None:
         yield Check("eos", "fail", "the tokenizer has no eos token", "set eos_token in tokenizer_config.json")
         return
-    in_config = _ids(config.get("eos_token_id"))
-    if in_config and facts.eos not in in_config:
-        cure = (
-            "set eos_token in tokenizer_config.json and eos_token_id in config.json to the token that ends a response"
-        )
-        text = f"the tokenizer's eos is {facts.eos}; that of config.json is {_listed(in_config)}"
-        yield Check("eos", "fail", text, cure)
-        return
-    in_generation = _ids(generation.get("eos_token_id"))
-    if in_generation and facts.eos not in in_generation:
-        cure = (
-            "set both to the token that ends the model's responses; a run ends a response only at the tokenizer's eos"
-        )
-        text = f"the tokenizer's eos is {facts.eos}; that of generation_config.json is {_listed(in_generation)}"
-        yield Check("eos", "warn", text, cure)
-    elif others := (in_config | in_generation) - {facts.eos}:
+    in_config, in_generation = _ids(config.get("eos_token_id")), _ids(generation.get("eos_token_id"))
+    token = "to the token that ends a response"
+    cure_config = f"set eos_token in tokenizer_config.json and eos_token_id in config.json {token}"
+    cure_generation = f"set both {token}; a run ends a response only at the tokenizer's eos"
+    for file, ids, state, cure in (
+        ("config", in_config, "fail", cure_config),
+        ("generation_config", in_generation, "warn", cure_generation),
+    ):
+        if ids and facts.eos not in ids:
+            text = f"the tokenizer's eos is {facts.eos}; that of {file}.json is {_listed(ids)}"
+            yield Check("eos", state, text, cure)
+            return
+    if others := (in_config | in_generation) - {facts.eos}:
         cure = "if the model ends its responses with the tokenizer's eos, do nothing: a run ends a response only there"
         text = f"the tokenizer's eos is {facts.eos}; the model's files also name {_listed(others)}"
         yield Check("eos", "warn", text, cure)
@@ -133,28 +131,22 @@ def source_with_messages(cfg: DictConfig) -> str | None:
     if cfg.data.prompt in ("text", "r1"):  # message lists become texts
         return None
     tasks = cfg.data.tasks  # training sources of other tasks are left out; validation keeps all its records
-    drawn = [one for one in cfg.data.train if tasks is None or one.path is not None or task_of(one.generator) in tasks]
+    drawn = [s for s in cfg.data.train if tasks is None or s.path is not None or task_of(s.generator) in tasks]
     for source in (*drawn, *cfg.data.validation):
-        if cfg.data.prompt == "chat":
+        if cfg.data.prompt == "chat" or (source.path is not None and _has_messages(Path(source.path))):
             return str(source.name)
-        if source.path is None or not Path(source.path).is_file():  # the check `data` reports missing files
-            continue
-        if tables.is_parquet(source.path):
-            if tables.has_messages(source.path):
-                return str(source.name)
-            continue
-        with Path(source.path).open(errors="replace") as lines:
-            if any(_has_messages(line) for line in lines):
-                return str(source.name)
     return None
 
 
-def _has_messages(line: str) -> bool:
-    try:
-        record = json.loads(line) if '"role"' in line else None
-    except ValueError:  # a start of the run reports invalid records
+def _has_messages(file: Path) -> bool:
+    """Return whether a file has prompts that are message lists; a start of the run reports missing and wrong files."""
+    if not file.is_file():
         return False
-    return isinstance(record, dict) and isinstance(record.get("prompt"), list)
+    if tables.is_parquet(file):
+        return tables.has_messages(file)
+    with file.open("rb") as lines:
+        records = (record for line in lines if b'"role"' in line for record in objects_in(line))
+        return any(isinstance(record.get("prompt"), list) for record in records)
 
 
 def judge_chat(facts: TokenizerFacts, source: str | None, missing: int = 0) -> Check:

@@ -143,16 +143,16 @@ def judge_allocation(environment: Mapping[str, str], cfg: DictConfig) -> Iterato
     """Compare the Slurm job of this process, as its environment describes it, with the needs of the configuration."""
     plan, nodes = allocation(cfg), _number(environment, "SLURM_JOB_NUM_NODES")
     gpus, cores = gpus_on_node(environment), _number(environment, "SLURM_CPUS_ON_NODE")
-    found = f"job {environment['SLURM_JOB_ID']}: {nodes} nodes; on this node {gpus} GPUs and {cores} cores"
+    job = f"job {environment['SLURM_JOB_ID']}: {nodes} nodes; on this node {gpus} GPUs and {cores} cores"
     faults = allocation_faults(plan, plan["num_nodes"] if nodes is None else nodes, gpus)
-    wrong = [Check("slurm", "fail", f"{found}; {fault}", cure) for fault, cure in faults]
+    wrong = [Check("slurm", "fail", f"{job}; {fault}", cure) for fault, cure in faults]
     processes = cfg.trainer.devices + cfg.rollout.engines // plan["num_nodes"]
     if cores is not None and cores < processes + cfg.rewards.workers:
-        text = f"{found}; {processes} ranks and engines and rewards.workers={cfg.rewards.workers} share these cores"
+        text = f"{job}; {processes} ranks and engines and rewards.workers={cfg.rewards.workers} share these cores"
         cure = "request --exclusive or more --cpus-per-task, or lower rewards.workers"
         wrong.append(Check("slurm", "warn", text, cure))
     needs = f"trainer.num_nodes={plan['num_nodes']} x {plan['devices_words']}"
-    yield from wrong or [Check("slurm", "pass", f"{found}; the run needs {needs}")]
+    yield from wrong or [Check("slurm", "pass", f"{job}; the run needs {needs}")]
 
 
 def _number(environment: Mapping[str, str], key: str) -> int | None:

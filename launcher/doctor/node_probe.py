@@ -30,11 +30,11 @@ def clock(host: str, port: int) -> dict[str, Any]:
     steady, before = time.monotonic(), time.time()
     try:
         with socket.create_connection((host, port), timeout=15) as connection, connection.makefile() as doctor:
-            theirs = float(doctor.readline())
+            doctor_time = float(doctor.readline())
     except (OSError, ValueError) as error:
         return {"reach_fault": f"{host}:{port}: {getattr(error, 'strerror', None) or error}"}
     half = (time.monotonic() - steady) / 2
-    return {"ahead_s": theirs - before - half, "ahead_error_s": half}
+    return {"ahead_s": doctor_time - before - half, "ahead_error_s": half}
 
 
 def node_name() -> str:
@@ -48,23 +48,19 @@ def shared(folder: Path) -> dict[str, Any]:
     try:
         temporary.write_text(node_name())
         os.replace(temporary, own_file)
-        return {"stale_s": stale(folder / "beat"), **locks(folder)}
+        return {"stale_s": stale(folder / "beat"), "lock_holds": lock_holds(folder / "lock")}
     except OSError as error:
         return {"folder_fault": f"{error.strerror or error}: {error.filename or folder}"}
 
 
-def locks(folder: Path) -> dict[str, Any]:
-    """Try to lock a file that doctor has locked, perhaps on another machine.
-
-    Returns:
-        {"lock_holds": whether doctor's lock prevented this}.
-    """
-    with (folder / "lock").open("r+") as file:
+def lock_holds(lock: Path) -> bool:
+    """Return whether this node cannot lock a file that doctor has locked, perhaps on another machine."""
+    with lock.open("r+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return {"lock_holds": True}
-    return {"lock_holds": False}
+            return True
+    return False
 
 
 def stale(beat: Path) -> float | None:
@@ -87,13 +83,13 @@ def _read(file: Path) -> str:
 
 
 def versions() -> dict[str, str]:
-    found = {"python": ".".join(map(str, sys.version_info[:3]))}
+    installed = {"python": ".".join(map(str, sys.version_info[:3]))}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            installed[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "none"
-    return found
+            installed[name] = "none"
+    return installed
 
 
 def gpus() -> list[str]:

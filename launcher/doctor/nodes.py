@@ -58,12 +58,14 @@ def check_nodes(cfg: DictConfig, srun: str) -> Iterator[Check]:
     """
     count = cfg.trainer.num_nodes
     try:
+        if shutil.which(shlex.split(srun)[0]) is None:
+            raise FileNotFoundError(f"{srun} is not on the PATH")
         shared = nearest(Path(cfg.run_dir).absolute())
         with _trial_folder(shared) as (folder, faults), _clock() as (host, port):
             probe = [sys.executable, "-P", node_probe.__file__, host, str(port), str(folder)]
-            output, errors = run_probes([*shlex.split(srun), *task_options(count), *probe])
-            found = parse(output)
-            hidden = [n.node for n in found if not n.folder_fault and not (folder / f"node-{n.node}").exists()]
+            output, errors = run_probes(shlex.split(srun), count, probe)
+            measured = parse(output)
+            hidden = [n.node for n in measured if not n.folder_fault and not (folder / f"node-{n.node}").exists()]
     except OSError as error:
         cure = "run doctor inside the Slurm job, where srun is available"
         yield Check("nodes", "fail", f"the probes could not be started: {error}", cure)
@@ -71,41 +73,30 @@ def check_nodes(cfg: DictConfig, srun: str) -> Iterator[Check]:
     if faults:  # a node that saw no new content then does not prove a fault of its mount
         cure = "free space or raise the quota there, or choose another run_dir"
         yield Check("nodes: dir", "fail", f"{shared}: this machine could not replace a file: {faults[0]}", cure)
-        found = [replace(facts, stale_s=0.0) for facts in found]
-    yield from judge(found, count, errors, memory_of(cfg).published, hidden)
+        measured = [replace(facts, stale_s=0.0) for facts in measured]
+    yield from judge(measured, count, errors, memory_of(cfg).published, hidden)
 
 
-def task_options(count: int) -> list[str]:
-    """Return srun's options for one task per node, in parallel to the job's other steps."""
-    return [f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--overlap"]
-
-
-def run_probes(command: Sequence[str], seconds: float = DEADLINE_S) -> tuple[str, str]:
-    """Run srun; return (standard output, last line of standard error).
+def run_probes(srun: Sequence[str], count: int, probe: Sequence[str], seconds: float = DEADLINE_S) -> tuple[str, str]:
+    """Run a probe on each of `count` nodes, in parallel to the job's other steps.
 
     After `seconds`, srun gets a SIGTERM, with which it ends its tasks.
+
+    Returns:
+        (standard output, last line of standard error).
     """
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    tasks = [f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--overlap"]
+    limit = ["timeout", "--foreground", "--kill-after=10", str(seconds)]
+    done = subprocess.run(
+        [*limit, *srun, *tasks, *probe], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )
-    late = ""
-    try:
-        output, errors = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        late = f"srun did not end within {seconds:g} s"
-        process.terminate()
-        try:
-            output, errors = process.communicate(timeout=10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            output, errors = process.communicate()
-    last_line = errors.strip().splitlines()[-1:]
-    return output, "; ".join(filter(None, [late, *last_line]))
+    late = [f"srun did not end within {seconds:g} s"] if done.returncode in (124, 137) else []
+    return done.stdout, "; ".join([*late, *done.stderr.strip().splitlines()[-1:]])
 
 
 def parse(output: str) -> list[NodeFacts]:
     """Return the facts that the probes printed, sorted by node; skip other lines, broken lines and unknown keys."""
-    known, found = {field.name for field in fields(NodeFacts)}, {}
+    known, by_node = {field.name for field in fields(NodeFacts)}, {}
     for line in output.splitlines():
         _, mark, text = line.partition(node_probe.MARK)  # srun --label prefixes each line with the task
         if not mark:
@@ -114,8 +105,8 @@ def parse(output: str) -> list[NodeFacts]:
             facts = NodeFacts(**{key: value for key, value in json.loads(text).items() if key in known})
         except (ValueError, TypeError, AttributeError):
             continue
-        found[facts.node] = facts
-    return [found[name] for name in sorted(found)]
+        by_node[facts.node] = facts
+    return [by_node[name] for name in sorted(by_node)]
 
 
 def judge(

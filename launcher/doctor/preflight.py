@@ -5,7 +5,6 @@ beside the run directory.
 """
 
 import copy
-import json
 import re
 import shutil
 import tempfile
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl.errors import ConfigError, ProrlError, disk_full
+from nemo_prorl.files import read_objects
 from nemo_prorl.launcher.doctor.check import Check, gb
 from nemo_prorl.launcher.doctor.storage import available_memory, nearest
 from nemo_prorl.launcher.events import Events
@@ -191,12 +191,8 @@ def _try(trial: DictConfig, plan: "Plan", folder: Path, try_step: TryStep) -> Tr
     with _watched_memory(outcome):
         code = try_step(trial, resolved_yaml(trial), events)
     outcome.failures = events.failures or ([f"the trainer ended with status {code}"] if code else [])
-    outcome.ranks = [_records(folder / f"preflight-{rank}.jsonl") for rank in range(trial.trainer.devices)]
+    outcome.ranks = [read_objects(folder / f"preflight-{rank}.jsonl") for rank in range(trial.trainer.devices)]
     return outcome
-
-
-def _records(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 
 
 # --- judging ---------------------------------------------------------------------------------------------------------
@@ -226,18 +222,18 @@ def parts_of(ranks: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, dict[str
 
     Each fact is the largest number of any rank; only `gpu_free` is the smallest.
     """
-    found: dict[str, list[Mapping[str, Any]]] = {}
+    ended: dict[str, list[Mapping[str, Any]]] = {}
     for records in ranks:
         for record in records:
             if record["event"] == "end":
-                found.setdefault(record["part"], []).append(record)
+                ended.setdefault(record["part"], []).append(record)
     return {
         part: {
             key: (min if key == "gpu_free" else max)(record[key] for record in records)
             for key in records[0]
             if key not in ("part", "event")
         }
-        for part, records in found.items()
+        for part, records in ended.items()
         if len(records) == len(ranks)
     }
 

@@ -45,21 +45,21 @@ class FolderFacts:
 
 def check_sizes() -> Iterator[Check]:
     """Check memory, /dev/shm and disk by general thresholds, because no configuration determines the needs."""
-    memory = psutil.virtual_memory()
-    free = memory.available / _GIB
-    text = f"{free:.0f} GiB available of {memory.total / _GIB:.0f}"
-    yield Check("memory", "warn" if free < 6 else "pass", text, "the laptop job takes about 6 GiB" if free < 6 else "")
-    free = _shm_free() / _GIB
-    text = f"{free:.1f} GiB free in /dev/shm, which passes the weights to the engines"
-    if free < 0.25:
-        cure = "free space in it, or enlarge it (containers: --shm-size) to three times the size of the weights"
-        yield Check("shm", "fail", text, cure)
-    else:
-        note = "" if free >= 12 else "a 1.5B model takes 9 GiB of it"
-        yield Check("shm", "warn" if note else "pass", text, note)
-    free = shutil.disk_usage(".").free / _GIB
-    note = "" if free >= 10 else "the environments take 7 GiB, and each checkpoint of a 1.5B model takes 25 GiB"
-    yield Check("disk", "warn" if note else "pass", f"{free:.0f} GiB free in this folder", note)
+    memory, disk, shm = psutil.virtual_memory(), shutil.disk_usage(".").free, _shm_free()
+    text = f"{memory.available / _GIB:.0f} GiB available of {memory.total / _GIB:.0f}"
+    yield _enough("memory", text, memory.available, ample=6 * _GIB, note="the laptop job takes about 6 GiB")
+    text = f"{shm / _GIB:.1f} GiB free in /dev/shm, which passes the weights to the engines"
+    fix = "free space in it, or enlarge it (containers: --shm-size) to three times the size of the weights"
+    yield _enough("shm", text, shm, ample=12 * _GIB, note="a 1.5B model takes 9 GiB of it", needed=_GIB // 4, fix=fix)
+    note = "the environments take 7 GiB, and each checkpoint of a 1.5B model takes 25 GiB"
+    yield _enough("disk", f"{disk / _GIB:.0f} GiB free in this folder", disk, ample=10 * _GIB, note=note)
+
+
+def _enough(name: str, text: str, free: float, *, ample: float, note: str, needed: float = 0, fix: str = "") -> Check:
+    """Return a check that fails with `fix` below `needed` bytes, and warns with `note` below `ample` bytes."""
+    if free < needed:
+        return Check(name, "fail", text, fix)
+    return Check(name, "warn", text, note) if free < ample else Check(name, "pass", text)
 
 
 def check_storage(cfg: DictConfig) -> Iterator[Check]:
@@ -86,7 +86,7 @@ def _stale_weights(run_dir: Path) -> int:
     from nemo_prorl.rollout.weights import weights_folder
 
     folder = weights_folder(run_dir)
-    return sum(map(_bytes_under, folder.parent.glob(f"{folder.name}*")))  # this machine may be several nodes of a run
+    return sum(map(bytes_under, folder.parent.glob(f"{folder.name}*")))  # this machine may be several nodes of a run
 
 
 def measure_folder(run_dir: Path) -> FolderFacts:
@@ -108,7 +108,7 @@ def measure_folder(run_dir: Path) -> FolderFacts:
             path=there,
             filesystem=filesystem_of(there),
             free=shutil.disk_usage(there).free,
-            held=_bytes_under(run_dir / "checkpoints"),
+            held=bytes_under(run_dir / "checkpoints"),
             replace_fault=_fault(_replace, trial),
             sync_fault=sync_fault,
             sync_s=sync_s,
@@ -124,12 +124,14 @@ def nearest(run_dir: Path) -> Path:
     return next(folder for folder in (run_dir, *run_dir.parents) if folder.is_dir())
 
 
-def _bytes_under(folder: Path) -> int:
-    """Return the total bytes of the files under a folder; skip files that a running job removes meanwhile."""
+def bytes_under(folder: Path) -> int:
+    """Return the total bytes of the files under a folder; files that are removed during the call are left out."""
     total = 0
-    for file in folder.rglob("*"):
-        with suppress(FileNotFoundError):
-            total += file.stat().st_size if file.is_file() else 0
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(OSError):
+                is_folder = entry.is_dir(follow_symlinks=False)
+                total += bytes_under(Path(entry)) if is_folder else entry.stat(follow_symlinks=False).st_size
     return total
 
 
@@ -190,7 +192,7 @@ def judge_folder(facts: FolderFacts, nodes: int) -> Iterator[Check]:
     where = f"{facts.path} ({facts.filesystem})"
     locks = "mount it with locks (Lustre: -o flock; NFS: without nolock), or use another filesystem"
     faults = {
-        "a file is not replaced at once": (facts.replace_fault, "use a POSIX filesystem for run_dir"),
+        "a replaced file keeps its old content": (facts.replace_fault, "use a POSIX filesystem for run_dir"),
         "fsync fails": (facts.sync_fault, "use another filesystem: on this one a crash can destroy a checkpoint"),
         "flock fails": (facts.lock_fault, locks),
     }
@@ -212,8 +214,8 @@ def judge_folder(facts: FolderFacts, nodes: int) -> Iterator[Check]:
     elif nodes > 1 and not facts.filesystem.startswith(_REMOTE):
         text = f"this seems to be a local disk, but {nodes} nodes must share run_dir"
         warn(text, "put run_dir on a shared filesystem, and check it with --nodes")
-    found = f"{where}: replacing a file, fsync ({facts.sync_s * 1e3:.0f} ms), flock and modification times work"
-    yield from wrong or [Check("run_dir", "pass", found)]
+    text = f"{where}: replacing a file, fsync ({facts.sync_s * 1e3:.0f} ms), flock and modification times work"
+    yield from wrong or [Check("run_dir", "pass", text)]
 
 
 def checkpoint_room(memory: Memory, budget_gb: float | None) -> int:
@@ -227,24 +229,17 @@ def judge_room(facts: FolderFacts, needed: int) -> Check:
     free = facts.free + facts.held
     text = f"{gb(facts.free)} free; the run's checkpoints take {gb(needed)}"
     text += f", of which {gb(facts.held)} exist already" if facts.held else ""
-    if free < needed:
-        cure = "free space, or lower trainer.grpo.keep_checkpoints or trainer.grpo.checkpoint_budget_gb"
-        return Check("disk", "fail", text, cure)
-    if free < 1.2 * needed:
-        cure = "free space: little is left for rollouts, logs and other users, and a quota may leave even less"
-        return Check("disk", "warn", text, cure)
-    return Check("disk", "pass", text)
+    fix = "free space, or lower trainer.grpo.keep_checkpoints or trainer.grpo.checkpoint_budget_gb"
+    note = "free space: little is left for rollouts, logs and other users, and a quota may leave even less"
+    return _enough("disk", text, free, ample=1.2 * needed, note=note, needed=needed, fix=fix)
 
 
 def judge_shm(free: int, published: int) -> Check:
     """Judge /dev/shm.  `published`: bytes of two versions of the weights, for the engines of this node."""
     text = f"{gb(free)} free in /dev/shm; two versions of the weights take {gb(published)}"
-    if free < published:
-        cure = "free space in it, or enlarge it (containers: --shm-size, or --ipc=host)"
-        return Check("shm", "fail", text, cure)
-    if free < published + 0.5e9:
-        return Check("shm", "warn", text, "enlarge it by 0.5 GB: NCCL and data workers use it too")
-    return Check("shm", "pass", text)
+    fix = "free space in it, or enlarge it (containers: --shm-size, or --ipc=host)"
+    note = "enlarge it by 0.5 GB: NCCL and data workers use it too"
+    return _enough("shm", text, free, ample=published + 0.5e9, note=note, needed=published, fix=fix)
 
 
 def host_parts(cfg: DictConfig, memory: Memory) -> dict[str, int]:
@@ -268,28 +263,24 @@ def judge_host(available: tuple[int, str], parts: Mapping[str, int]) -> Check:
     needed = sum(parts.values())
     by_purpose = ", ".join(f"{name} {gb(value)}" for name, value in parts.items())
     text = f"{gb(available[0])} available ({available[1]}); the run's data take {gb(needed)} ({by_purpose})"
-    if available[0] < needed:
-        cure = "request more (Slurm: --mem=0), or lower trainer.devices; otherwise the kernel kills a process"
-        return Check("memory", "fail", text, cure)
-    if available[0] < 1.25 * needed + 4e9:
-        cure = "end other programs on this machine: libraries and reward workers need some GB more"
-        return Check("memory", "warn", text, cure)
-    return Check("memory", "pass", text)
+    fix = "request more (Slurm: --mem=0), or lower trainer.devices; otherwise the kernel kills a process"
+    note = "end other programs on this machine: libraries and reward workers need some GB more"
+    return _enough("memory", text, available[0], ample=1.25 * needed + 4e9, note=note, needed=needed, fix=fix)
 
 
 def available_memory(environment: Mapping[str, str], cgroups: Path = Path("/sys/fs/cgroup")) -> tuple[int, str]:
     """Return (bytes, name of the limit): the smallest of the limits of machine, control groups and Slurm."""
-    found = [(psutil.virtual_memory().available, "this machine")]
+    limits = [(psutil.virtual_memory().available, "this machine")]
     inside = next((s[3:].strip("/") for s in _read(Path("/proc/self/cgroup")).splitlines() if s.startswith("0::")), "")
     folder = cgroups / inside
     while folder == cgroups or cgroups in folder.parents:
         if (limit := _read(folder / "memory.max").strip()).isdigit():
-            found.append((max(0, int(limit) - _in_use(folder)), "the control group's limit"))
+            limits.append((max(0, int(limit) - _in_use(folder)), "the control group's limit"))
         folder = folder.parent
     per_node = environment.get("SLURM_MEM_PER_NODE", "")
     if per_node.isdigit() and int(per_node):
-        found.append((int(per_node) * 2**20, "Slurm's --mem"))
-    return min(found)
+        limits.append((int(per_node) * 2**20, "Slurm's --mem"))
+    return min(limits)
 
 
 def _in_use(folder: Path) -> int:

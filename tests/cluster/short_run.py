@@ -40,8 +40,12 @@ def connect(run_dir: Path, number: int, ranks: int) -> list[socket.socket]:
 
 def rank(run_dir: Path, number: int, steps: int, ranks: int) -> int:
     """Exit code 0 after the last step, 75 when asked to stop."""
+    sys.path.insert(0, str(ROOT))
+    from nemo_prorl.lifecycle.stopping import FORWARDED_AS
+
     asked: list[int] = []
-    signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+    for requested in FORWARDED_AS.values():
+        signal.signal(requested, lambda *_: asked.append(1))
     orders, checkpoints = run_dir / "orders", run_dir / "checkpoints"
 
     def let_go() -> None:
@@ -91,7 +95,7 @@ def stand_in() -> None:
     vars(weights)["WeightStore"] = lambda folder: SimpleNamespace(folder=folder, remove_stale=list, remove=lambda: None)
     vars(weights)["weights_folder"] = lambda run_dir, node: run_dir / f"weights-{node}"
     sys.modules[weights.__name__] = weights
-    from nemo_prorl.launcher import job, prepare, supervisor
+    from nemo_prorl.launcher import prepare, run_results, supervisor
     from nemo_prorl.launcher.processes import Child
 
     def prepared(cfg: object, run_dir: Path, config_text: str) -> list[str]:
@@ -117,7 +121,7 @@ def stand_in() -> None:
     for module, name, value in (
         (prepare, "prepare", prepared),
         (prepare, "check_node", lambda *_: None),
-        (job, "print_results", lambda run_dir: None),
+        (run_results, "print_results", lambda run_dir: None),
         (supervisor.Node, "_rewards", sleeps("rewards")),
         (supervisor.Node, "_engine", sleeps("engine")),
         (supervisor.Node, "_ranks", ranks),

@@ -11,7 +11,7 @@ import pytest
 
 from nemo_prorl import cli, settings
 from nemo_prorl.errors import UnfitMachine
-from nemo_prorl.launcher import chain, chain_slurm
+from nemo_prorl.launcher import chain, submission
 from nemo_prorl.launcher.chain_slurm import JobState, job_states
 from nemo_prorl.launcher.submission import CLUSTER
 from tests.conftest import ROOT
@@ -50,7 +50,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     root = tmp_path / "project"
     (root / "slurm").mkdir(parents=True)
     (root / "slurm" / "stage.sbatch").write_text('#!/bin/bash\n#SBATCH --time=4:00:00\nexec python x "$@"\n')
-    monkeypatch.setattr(chain_slurm, "project_root", lambda: root)
+    monkeypatch.setattr(chain, "ROOT", root)
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setenv("PATH", str(tmp_path / "slurm"))  # no Slurm but ours
@@ -188,7 +188,7 @@ def test_a_submission_that_fails_takes_back_those_before(
     slurm.add("sbatch", f"if [ $n = 5 ]; then {refusal}; fi; echo $((16 + n))")
     slurm.add("scancel", 'echo "scancel: error: no" >&2; exit 1')
     assert launch("run_dir=chain") == 3
-    assert "could not be cancelled (scancel: error: no). Fix: scancel 20" in caplog.text
+    assert "could not be cancelled (scancel ended with exit code 1: scancel: error: no). Fix: scancel 20" in caplog.text
     assert record_of(Path("chain")) == held
 
 
@@ -315,7 +315,7 @@ def test_wrong_use_is_said(slurm: Slurm, words: Sequence[str], says: str, caplog
 
 
 def test_the_projects_folder_is_the_checkout() -> None:
-    assert chain_slurm.project_root() == ROOT
+    assert submission.ROOT == ROOT
 
 
 def test_here_says_which_runs_it_would_start(capsys: Told, project: Path) -> None:

@@ -388,7 +388,7 @@ def test_what_the_probes_print_is_read() -> None:
 
 def test_srun_that_does_not_end_is_asked_to() -> None:
     begin = time.monotonic()
-    output, errors = nodes.run_probes(["sh", "-c", "echo begun; exec sleep 30"], seconds=1.5)
+    output, errors = nodes.run_probes(["sh", "-c", "echo begun; exec sleep 30"], 1, [], seconds=1.5)
     assert (output, "1.5 s" in errors) == ("begun\n", True)
     assert time.monotonic() - begin < 15
 

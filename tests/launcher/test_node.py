@@ -20,8 +20,7 @@ from nemo_prorl.launcher import job, node, prepare
 from nemo_prorl.launcher import peers as peers_module
 from nemo_prorl.launcher.node import main
 from nemo_prorl.launcher.peers import End, NodeEnded, Peers, Place, blame
-from nemo_prorl.launcher.processes import StandardOutput
-from nemo_prorl.launcher.srun_step import OUTCOME
+from nemo_prorl.launcher.processes import MergedLog
 
 pytestmark = pytest.mark.starts
 
@@ -139,7 +138,7 @@ def test_on_a_full_disk_a_node_waits_for_node_0_which_does_not_wait_for_its_end(
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(peers_module, "write", full)
+    monkeypatch.setattr(peers_module, "write_json", full)
 
     def agree(node: int) -> None:
         began = time.monotonic()
@@ -214,21 +213,24 @@ def test_what_is_wrong_is_told_to_who_started_the_nodes(
     override: str, code: int, told: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
+    run.mkdir()  # as the batch script does
     overrides = [f"run_dir={run}", override, *(["rollout.engines=4"] if "num_nodes" in override else [])]
     assert main(["--nodes=1", "--node=0", f"--run-dir={run}", "--attempt=1", *overrides]) == code
-    first, *_, last = capfd.readouterr().out.splitlines()
-    assert first.startswith("node-0: the supervisor has begun on ")
-    outcome = json.loads(last.removeprefix(OUTCOME))
-    assert (outcome["code"], told in outcome["what"]) == (code, True)
+    assert capfd.readouterr().out.startswith("node-0: the supervisor has begun on ")
+    end = end_in(run)
+    assert (end["code"], told in end["what"]) == (code, True)
 
 
-def test_a_stop_before_the_run_began_is_a_clean_end(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def end_in(run: Path) -> Any:
+    """Return how the run ended, as node 0 of the attempt 1 wrote it."""
+    return json.loads((run / "endpoints" / "node-0-1.json").read_text())["end"]
+
+
+def test_a_stop_before_the_run_began_is_a_clean_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A lead that takes long, as while data is checked."""
     monkeypatch.setattr(node, "lead", lambda *_: signal.raise_signal(signal.SIGUSR1))
     assert main(["--nodes=1", "--node=0", f"--run-dir={tmp_path}", "--attempt=1"]) == 0
-    assert json.loads(capfd.readouterr().out.splitlines()[-1].removeprefix(OUTCOME))["code"] == 75
+    assert end_in(tmp_path)["code"] == 75
 
 
 def test_the_ranks_port_is_chosen_when_the_run_is_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,8 +238,8 @@ def test_the_ranks_port_is_chosen_when_the_run_is_prepared(tmp_path: Path, monke
     order: list[Any] = []
 
     class Started:
-        def __init__(self, *parts: Any) -> None:
-            order.append(parts[5].port)
+        def __init__(self, *_: Any, peers: Peers) -> None:
+            order.append(peers.place.port)
 
         def run(self) -> End:
             return End(75)
@@ -258,5 +260,5 @@ def test_the_ranks_port_is_chosen_when_the_run_is_prepared(tmp_path: Path, monke
     words = [f"run_dir={tmp_path}", "cluster=slurm_dev", "trainer.num_nodes=1", "rollout.engines=1"]
     args = argparse.Namespace(overrides=words, lock_wait_s=0.0)
     place = Place(host="a")
-    assert node.lead(args, place, Peers(tmp_path / "endpoints", place), StandardOutput()).code == 75
+    assert node.lead(args, Peers(tmp_path / "endpoints", place), MergedLog(None)).code == 75
     assert order == ["prepared", "chosen", 4711]

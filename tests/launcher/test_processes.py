@@ -239,12 +239,12 @@ def test_a_process_and_its_children_stay_on_their_cores(start: Start) -> None:
 
 
 def test_what_is_said_of_a_failure_has_its_last_line_however_slowly_that_is_written(tmp_path: Path) -> None:
-    class Slow:
+    class Slow(MergedLog):
         def write(self, name: str, line: str) -> None:
             time.sleep(0.3)
 
     command = [sys.executable, "-c", "print('why it ended')"]
-    child = Child("child", command, dict(os.environ), tmp_path / "child.log", Slow())
+    child = Child("child", command, dict(os.environ), tmp_path / "child.log", Slow(None))
     child.start()
     ended(child)
     with pytest.raises(ProcessFailed, match="why it ended"):
@@ -260,8 +260,8 @@ def test_a_port_for_later_is_none_that_a_connection_may_take() -> None:
 
 def test_standard_output_that_is_not_utf_8_takes_every_line() -> None:
     """A thread that fails at a character would leave the process behind at a full pipe."""
-    code = """from nemo_prorl.launcher.processes import StandardOutput
-StandardOutput().write("trainer-1", "reward \\u2192 1")
+    code = """from nemo_prorl.launcher.processes import MergedLog
+MergedLog(None).write("trainer-1", "reward \\u2192 1")
 """
     env = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": os.pathsep.join(sys.path)}
     said = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, check=True)

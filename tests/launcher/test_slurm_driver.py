@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 
 from nemo_prorl.deadlines import Deadline
+from nemo_prorl.files import write_json
+from nemo_prorl.launcher.peers import node_file
 from nemo_prorl.launcher.slurm_queries import Job
 from nemo_prorl.launcher.srun_step import Step
 from tests.data.preparing import touch_prepared
@@ -27,11 +29,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 SRUN = """
 import json, os, signal, sys, time
+from dataclasses import fields
 sys.path.insert(0, "ROOT")
 from pathlib import Path
 from nemo_prorl.files import write_json
-from nemo_prorl.launcher.peers import node_file
-from nemo_prorl.launcher.srun_step import OUTCOME
+from nemo_prorl.launcher.peers import End, node_file
 if "true" in sys.argv:
     sys.exit(os.path.exists("dead-node"))
 with open("srun.txt", "a") as file:
@@ -68,15 +70,11 @@ if told.get("waits"):
     open("waiting", "w").close()
     while not stops: time.sleep(0.05)
 outcome = {"what": "", "host": "", "process": "", "status": None, "log": [], **told}
-said = OUTCOME + json.dumps({**outcome, "log": []}) + "\\n"
-if told.get("full disk"):
-    print("trainer-3: " + "y" * 1000 + said, end="", flush=True)
-else:
+for key in set(outcome) - {field.name for field in fields(End)}: outcome.pop(key)
+if not told.get("full disk"):
     attempt = next(word for word in sys.argv if word.startswith("--attempt=")).partition("=")[2]
     os.makedirs("run/endpoints", exist_ok=True)
     write_json(node_file(Path("run/endpoints"), 0, attempt), {"host": "a", "end": outcome})
-    if not told.get("mixed"): print(said, end="", flush=True)
-    else: print(said[:30] + "trainer-3: " + "y" * 1000 + "\\n" + said[30:], end="", flush=True)
 sys.exit(0 if outcome["code"] == 75 else outcome["code"])
 """
 
@@ -96,10 +94,16 @@ print(open("nodes.txt").read())
 
 BARE = f"#!{sys.executable} -S"  # without site-packages it starts in a third of the time
 JOB = "JobId=17 JobState=RUNNING Restarts=0 BatchHost=localhost PreemptTime=None ExcNodeList=(null) ReqNodeList=(null)"
-QUICK = (
-    "import nemo_prorl.launcher.slurm_driver as s; s.Driver.wait = lambda self, seconds: None; s._REQUEUED_S = 0.5;"
-    " s._REQUEUE_EVERY_S = 0.2; s._PLAN_PAUSE_S = 0.1; s._LOOK_S = 1.0; "
-)
+# Lines of the program that starts the driver; `put` fails for a name that the driver does not have.
+QUICK = """
+import nemo_prorl.launcher.slurm_driver as s
+def put(name, value, owner=s):
+    getattr(owner, name)
+    setattr(owner, name, value)
+put("wait", lambda self, seconds: None, s.Driver)
+for name, seconds in {"_REQUEUED_S": 0.5, "_REQUEUE_EVERY_S": 0.2, "_PLAN_PAUSE_S": 0.1, "_LOOK_S": 1.0}.items():
+    put(name, seconds)
+"""
 PLAN = {
     "num_nodes": 2,
     "devices": 1,
@@ -110,7 +114,11 @@ PLAN = {
     "on_event": None,
     "reads_data_folder": True,
 }
-KNOWN = QUICK + f"s.Driver.load_plan = lambda self: self.plan.update({PLAN}); "  # else 1.5 s a time
+
+
+def known(plan: dict[str, Any]) -> str:
+    """Lines for a driver that knows the plan; otherwise it takes 1.5 s to read it."""
+    return QUICK + f'put("load_plan", lambda self: self.plan.update({plan}), s.Driver)\n'
 
 
 def changed(field: str) -> str:
@@ -144,7 +152,7 @@ class Cluster:
         for name, value in job.items():
             monkeypatch.setenv(f"SLURM_{name}", value)
         monkeypatch.setenv("SLURMD_NODENAME", "localhost")
-        self.code = KNOWN
+        self.code = known(PLAN)
         self.words = ["none", f"--python={sys.executable}", "run_dir=run"]
         self.words += ["cluster=slurm_dev", "trainer.num_nodes=2", "rollout.engines=2"]
 
@@ -241,7 +249,7 @@ def test_a_failure_that_only_srun_sees_is_told_to_the_hook(cluster: Cluster) -> 
     hook = cluster.folder / "hook"
     hook.write_text('#!/bin/sh\necho "$PRORL_EVENT $PRORL_WHAT" >> told\n')
     hook.chmod(0o755)
-    cluster.code = QUICK + f"s.Driver.load_plan = lambda self: self.plan.update({ {**PLAN, 'on_event': str(hook)} }); "
+    cluster.code = known({**PLAN, "on_event": str(hook)})
     assert cluster.run([{"code": None, "srun": "b: task 1: Killed"}, {**CRASH, "host": ""}, {"code": 0}])[0] == 0
     assert (cluster.folder / "told").read_text() == "failure the supervisor of b: Killed\n"
 
@@ -257,23 +265,26 @@ def test_a_clean_end_counts_whatever_srun_says_of_another_node(cluster: Cluster)
     assert cluster.run([{"code": 0, "srun": "b: task 1: Killed"}])[0] == 0
 
 
-@pytest.mark.parametrize("how", ["mixed", "full disk"])
-def test_the_outcome_survives_lines_of_other_nodes_in_its_midst(cluster: Cluster, how: str) -> None:
-    """srun mixes the output of its tasks in chunks."""
-    assert cluster.run([{"code": 75, how: True}])[0] == 75
-    assert cluster.launches() == [(1, 75, "give_up")]
+@pytest.mark.parametrize(("code", "action"), [(75, "give_up"), (4, "give_up"), (1, "again")])
+def test_on_a_full_disk_the_exit_status_is_the_outcome(cluster: Cluster, code: int, action: str) -> None:
+    cluster.run([{"code": code, "full disk": True}, {"code": 75}])
+    assert cluster.launches()[0] == (1, code, action)
 
 
-def test_node_0_is_not_to_blame_for_its_exit_after_its_decision(tmp_path: Path) -> None:
-    """srun's standard error may be read before its standard output, and a disk that is full takes no file."""
-    says = """import sys, time
-print("srun: error: a: task 0: Exited with exit code 1", file=sys.stderr, flush=True)
+@pytest.mark.parametrize("decides", [True, False])
+def test_node_0_is_not_to_blame_for_its_exit_after_its_decision(tmp_path: Path, decides: bool) -> None:
+    """The batch script may see its file late, and a disk that is full takes no file."""
+    leader = node_file(tmp_path, 0, "1")
+    says = "srun: error: a: task 0: Exited with exit code 1"
+    code = f"""import sys, time
+print({says!r}, file=sys.stderr, flush=True)
 time.sleep(0.5)
-print('outcome of the run: {"code": 1, "what": "trainer-2 ended with status -9", "host": "b"}', flush=True)
 """
-    step = Step([sys.executable, "-c", says], os.environ, 2, tmp_path / "all.log", tmp_path / "none.json")
+    step = Step([sys.executable, "-c", code], os.environ, 2, tmp_path / "all.log", leader)
     step.process.wait(30)
-    assert step.result()["host"] == "b"
+    if decides:
+        write_json(leader, {"host": "a", "end": {"code": 1, "what": "trainer-2 ended with status -9", "host": "b"}})
+    assert step.result().host == ("b" if decides else "")
 
 
 def test_srun_s_output_is_not_labelled_whatever_the_site_s_habit(
@@ -452,8 +463,14 @@ def test_a_container_is_made_once_a_job_and_removed_at_its_end(cluster: Cluster)
 def test_a_container_is_removed_before_slurm_ends_the_start_that_made_it(cluster: Cluster) -> None:
     ends = 'if sys.argv[1] == "requeue":\n    import os, signal\n    os.kill(os.getppid(), signal.SIGTERM)\n'
     (cluster.folder / "bin" / "scontrol").write_text(f"{BARE}\n{SCONTROL}{ends}")
-    cluster.code += "import os, signal; s.Step = type('Step', (s.Step,), {'__init__': lambda self, *words:"
-    cluster.code += " (super(s.Step, self).__init__(*words), os.kill(os.getpid(), signal.SIGUSR1))[0]}); "
+    cluster.code += """
+import os, signal
+class Step(s.Step):
+    def __init__(self, *words):
+        super().__init__(*words)
+        os.kill(os.getpid(), signal.SIGUSR1)
+put("Step", Step)
+"""
     assert cluster.run([{"code": 75, "waits": True}], *IMAGE)[0] == 75
     assert cluster.asked() == ["requeue 17"]
     _, removal = cluster.sruns()
@@ -461,7 +478,8 @@ def test_a_container_is_removed_before_slurm_ends_the_start_that_made_it(cluster
 
 
 def test_a_job_that_is_cancelled_between_two_attempts_starts_no_other(cluster: Cluster) -> None:
-    cluster.code += "import os, signal; s.Driver.wait = lambda self, seconds: os.kill(os.getpid(), signal.SIGTERM); "
+    cluster.code += "import os, signal\n"
+    cluster.code += "put('wait', lambda self, seconds: os.kill(os.getpid(), signal.SIGTERM), s.Driver)\n"
     assert cluster.run([{**CRASH, "host": ""}, {"code": 0}])[0] == 75
     assert cluster.launches() == [(1, 1, "again")]
     assert len(cluster.sruns()) == 1
@@ -551,7 +569,7 @@ def test_the_script_s_python_may_be_an_old_one() -> None:
     files = [ROOT / "nemo_prorl" / name for name in ("__init__.py", "errors.py", "launcher/__init__.py")]
     own = ("slurm_driver.py", "submission.py", "slurm_queries.py", "launches.py", "srun_step.py", "peers.py")
     files += [ROOT / "nemo_prorl" / "launcher" / name for name in own]
-    files += [ROOT / "nemo_prorl" / name for name in ("schema.py", "launcher/formats.py", "deadlines.py")]
+    files += [ROOT / "nemo_prorl" / name for name in ("schema.py", "launcher/formats.py", "deadlines.py", "files.py")]
     for file in files:
         tree = ast.parse(file.read_text(), feature_version=(3, 9))
         for node in [node for node in ast.walk(tree) if isinstance(node, ast.If)]:
@@ -565,6 +583,7 @@ def test_the_script_s_python_may_be_an_old_one() -> None:
             "nemo_prorl.schema",
             "nemo_prorl.launcher.formats",
             "nemo_prorl.deadlines",
+            "nemo_prorl.files",
             "nemo_prorl.launcher.launches",
             "nemo_prorl.launcher.peers",
             "nemo_prorl.launcher.srun_step",
@@ -576,8 +595,8 @@ def test_the_script_s_python_may_be_an_old_one() -> None:
 
 def test_a_sigterm_after_the_first_query_is_obeyed(cluster: Cluster) -> None:
     """It comes while the driver reads why the run stopped, when the state of the job is already known."""
-    cluster.code += "\nimport os, signal"
-    cluster.code += "\ns.Driver.out_of_time = lambda self: (os.kill(os.getpid(), signal.SIGTERM), True)[1]\n"
+    cluster.code += "import os, signal\n"
+    cluster.code += "put('out_of_time', lambda self: (os.kill(os.getpid(), signal.SIGTERM), True)[1], s.Driver)\n"
     assert cluster.run([{"code": 75}])[0] == 75
     assert cluster.launches() == [(1, 75, "give_up")]
     assert cluster.asked() == []
@@ -585,10 +604,15 @@ def test_a_sigterm_after_the_first_query_is_obeyed(cluster: Cluster) -> None:
 
 def test_a_sigterm_while_it_decides_is_obeyed(cluster: Cluster) -> None:
     """It comes while Slurm is asked how things stand, and Slurm still says RUNNING."""
-    late = "import os, signal; before = s.Job.state"
-    late += "\ndef state(self):\n    found = before(self)\n"
-    late += "    if os.path.exists('over'): os.kill(os.getpid(), signal.SIGTERM)\n    return found\n"
-    cluster.code += f"\n{late}s.Job.state = state\n"
+    cluster.code += """
+import os, signal
+before = s.Job.state
+def state(self):
+    found = before(self)
+    if os.path.exists("over"): os.kill(os.getpid(), signal.SIGTERM)
+    return found
+put("state", state, s.Job)
+"""
     process = cluster.start([{"code": 75, "waits": True}])
     Deadline(30, "the run to be under way").wait_until((cluster.folder / "waiting").exists)
     (cluster.folder / "over").touch()
@@ -623,7 +647,7 @@ def test_a_run_that_does_not_stop_in_time_is_ended_and_requeued(
 
 
 def test_supervisors_that_never_begin_are_a_failed_attempt(cluster: Cluster) -> None:
-    cluster.code += "s._REACH_S = 1.0; "
+    cluster.code += "put('_REACH_S', 1.0)\n"
     code, said = cluster.run([{"code": 0, "deaf": True}])
     assert code == 1
     assert cluster.launches() == [(1, 1, "again"), (2, 1, "again"), (3, 1, "again")]
@@ -631,7 +655,7 @@ def test_supervisors_that_never_begin_are_a_failed_attempt(cluster: Cluster) -> 
 
 
 def test_the_only_supervisor_that_does_not_begin_names_the_node_to_blame(cluster: Cluster) -> None:
-    cluster.code += "s._REACH_S = 1.0; "
+    cluster.code += "put('_REACH_S', 1.0)\n"
     cluster.run([{"code": 0, "deaf": "b"}, {"code": 0}])
     lines = [json.loads(line) for line in (cluster.folder / "run" / "launches.jsonl").read_text().splitlines()]
     assert (lines[1]["host"], lines[1]["next"]) == ("b", "again")

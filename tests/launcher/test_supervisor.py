@@ -59,7 +59,7 @@ def test_services_are_reached_where_they_listen(tmp_path: Path, place: Place, ho
         [f"run_dir={tmp_path}", f"trainer.num_nodes={place.nodes}", f"rollout.engines={place.nodes}"]
     )
     peers = Peers(tmp_path, place, "1", 0.1)
-    node = Node(cfg, tmp_path, ["chain_sum"], MergedLog(tmp_path / "all.log"), None, place, peers)
+    node = Node(cfg, tmp_path, ["chain_sum"], MergedLog(tmp_path / "all.log"), None, peers)
     command = node._rewards().command
     assert command[command.index("--public-host") + 1] == host
     assert command[command.index("--host") + 1] == ("0.0.0.0" if place.nodes > 1 else host)
@@ -79,7 +79,7 @@ def test_a_service_that_used_up_its_restarts_is_named(tmp_path: Path) -> None:
     engine.start()
     assert engine.process is not None
     engine.process.wait(20)
-    node = Node(cfg, tmp_path, ["chain_sum"], merged, None, place, Peers(tmp_path, place, "1", 0.1))
+    node = Node(cfg, tmp_path, ["chain_sum"], merged, None, Peers(tmp_path, place, "1", 0.1))
     health: Any = None
     end = node._watch([engine], [], health)
     assert (end.code, end.host, end.process, end.status) == (1, "b", "engine-1", 7)
@@ -117,7 +117,7 @@ def node_of_two(folder: Path, *overrides: str) -> Node:
     sizes = ["trainer.num_nodes=2", "trainer.devices=2", "rollout.engines=4", "rollout.eager=true"]
     cfg: DictConfig = load([f"run_dir={folder}", *sizes, *overrides])
     place = Place(1, 2, "node1", "node0", 4321)
-    return Node(cfg, folder, ["math", "mine"], MergedLog(folder / "all.log"), None, place, Peers(folder, place, "1"))
+    return Node(cfg, folder, ["math", "mine"], MergedLog(folder / "all.log"), None, Peers(folder, place, "1"))
 
 
 def test_an_engine_is_told_the_settings_of_the_run(tmp_path: Path) -> None:
@@ -276,7 +276,7 @@ def test_a_second_signal_kills_all_processes(number: signal.Signals, kept: bool,
     node = SmallNode(tmp_path, SLEEPS, deaf(number, 2), stop_s=500.0)
     end = node.run()
     assert node.codes() == [-signal.SIGKILL, -signal.SIGKILL]
-    onward = "continues after step-000007" if kept else "begins anew, because no checkpoint was complete"
+    onward = "continues after step-000007" if kept else "begins again, because no checkpoint was complete"
     assert (end.code, end.what) == (75 if kept else 1, f"all processes were killed; the same command {onward}")
 
 
@@ -308,7 +308,7 @@ def test_a_rank_that_does_not_handle_signals_yet_ends_the_run_at_the_first(tmp_p
     sends = f"import os, time; os.kill({os.getpid()}, {int(signal.SIGINT)}); time.sleep(600)"
     end = SmallNode(tmp_path, SLEEPS, sends).run()
     assert (end.code, end.process) == (1, "")
-    assert end.what.startswith("stopped while the trainer started; the same command begins anew")
+    assert end.what.startswith("stopped while the trainer started; the same command begins again")
 
 
 def test_the_other_nodes_are_told_that_a_stop_was_requested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

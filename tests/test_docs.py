@@ -25,7 +25,7 @@ from nemo_prorl.config import Config
 from nemo_prorl.launcher.run_results import outcome
 from nemo_prorl.rewards.discovery import discover
 from nemo_prorl.rewards.interface import RewardRequest, Verdict, judge
-from nemo_prorl.rewards.sandbox.levels import open_sandbox
+from nemo_prorl.rewards.sandbox import open_sandbox
 from tests import paper_model
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -7,12 +7,15 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from prorl_sandbox import folders
+
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.rewards.discovery import Registry, make_plugin
 from nemo_prorl.rewards.interface import RewardRequest, Verdict, failed_verdict
 from nemo_prorl.rewards.pool import MAX_QUEUE, PluginPool, PoolSpec
 from nemo_prorl.rewards.retries import until_judged
+from nemo_prorl.rewards.sandbox import open_sandbox
 
 T = TypeVar("T")
 
@@ -75,8 +78,6 @@ def plan_pools(
 
 def check_sandbox(unsafe_no_sandbox: bool = False) -> None:
     """Test the sandbox on this machine.  Raises UnfitMachine if none works, unless `unsafe_no_sandbox`."""
-    from nemo_prorl.rewards.sandbox.levels import open_sandbox
-
     open_sandbox(unsafe_no_sandbox).close()
 
 
@@ -114,8 +115,6 @@ class RewardService:
 
     async def close(self) -> None:
         await asyncio.gather(*(pool.close() for pool in self.pools.values()))
-        from nemo_prorl.rewards.sandbox import folders
-
         folders.sweep()  # killed workers cannot remove their sandbox folders
 
     def room_for(self, requests: list[RewardRequest]) -> bool:

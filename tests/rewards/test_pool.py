@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sandbox_helpers import children_of, is_alive, sharing_one_cpu
 
 from nemo_prorl import stacks
 from nemo_prorl.data.prepare.gold import failures
@@ -26,7 +27,6 @@ from nemo_prorl.rewards.discovery import discover
 from nemo_prorl.rewards.interface import RewardRequest, Verdict
 from nemo_prorl.rewards.pool import PluginPool, PoolSpec, WorkerGone, _Job, _Worker
 from nemo_prorl.rewards.service import RewardService, plan_pools
-from tests.rewards.conftest import children_of, is_alive, sharing_one_cpu
 from tests.rewards.conftest import request_of as json_of
 
 pytestmark = pytest.mark.starts

@@ -244,7 +244,7 @@ def test_every_error_of_the_package_has_a_cause_and_a_cure() -> None:
 
 
 def names_of_tests() -> set[str]:
-    files = (ROOT / "tests").rglob("test_*.py")
+    files = [*(ROOT / "tests").rglob("test_*.py"), *(ROOT / "packages").rglob("test_*.py")]
     return {name for file in files for name in re.findall(r"^(?:async )?def (test_\w+)\(", file.read_text(), re.M)}
 
 

@@ -287,16 +287,10 @@ def verdict_of(request_id: str, result: RewardResult) -> Verdict:
 
 def failed_verdict(request_id: str, failure: str, detail: str) -> Verdict:
     """Return the verdict of a request that failed: score 0 for "timeout" and "invalid", None for "infrastructure"."""
-    if failure != "infrastructure":
-        return verdict_of(request_id, RewardResult(0.0, False, {}, detail, failure))
-    return {
-        "id": request_id,
-        "score": None,
-        "correct": None,
-        "parts": {},
-        "detail": one_line(detail),
-        "failure": failure,
-    }
+    verdict = verdict_of(request_id, RewardResult(0.0, correct=False, detail=detail, failure=failure))
+    if failure == "infrastructure":
+        verdict["score"] = verdict["correct"] = None
+    return verdict
 
 
 def read_verdict(obj: Any, request_id: str) -> Verdict:

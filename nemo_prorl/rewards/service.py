@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -147,13 +147,14 @@ class RewardService:
         return verdict
 
     async def in_order(
-        self, items: AsyncIterator[T], request_of: Callable[[T], RewardRequest], workers: int
+        self, items: Iterator[T], request_of: Callable[[T], RewardRequest], workers: int
     ) -> AsyncIterator[tuple[T, Verdict]]:
         """Judge items concurrently, and yield each item with its verdict in the order of the items.
 
         An exception of `items` is raised after the verdicts on all earlier items.
 
         Args:
+            items: Read in a thread, so that the event loop is not blocked.
             request_of: Returns the request of an item.
             workers: Number of worker processes.  At most 256 items per worker, and 4,096 in all, are read ahead of
                 their verdicts.
@@ -164,7 +165,7 @@ class RewardService:
 
         async def read() -> None:
             try:
-                async for item in items:
+                while (item := await asyncio.to_thread(next, items, None)) is not None:
                     request = request_of(item)
                     await self.ready(request.task)
                     await waiting.put((item, asyncio.create_task(self.judge(request))))

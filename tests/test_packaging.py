@@ -221,6 +221,16 @@ def test_a_command_that_needs_more_packages_names_the_first(prorl: Command) -> N
 
 
 @starts
+def test_an_environment_from_before_the_sandbox_was_a_package_names_the_fix() -> None:
+    code = "import sys; sys.modules['prorl_sandbox'] = None; from nemo_prorl import cli; sys.exit(cli.main(['plan']))"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 3
+    assert "needs the Python package prorl_sandbox" in result.stderr
+    assert "Fix: run `make setup`" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@starts
 def test_the_report_page_is_made_from_the_wheel(environment: Path, tmp_path: Path) -> None:
     """Template, style, scripts and uPlot are in the wheel."""
     code = "from nemo_prorl.report.page import page; print(page({'curves': [], 'runs': [], 'evaluations': []}))"

@@ -54,8 +54,9 @@ ARG ROLLOUT_LOCK=setup/rollout-cuda.lock
 ARG TORCH_INDEX=
 RUN PIP_CONSTRAINT= ${PYTHON} setup/environments.py --only rollout --rollout-lock "${ROLLOUT_LOCK}" \
     --torch-index "${TORCH_INDEX}"
-# Add this project, its plugins and their missing dependencies to the container's Python.  Only packages of
+# Add this project, the sandbox, the plugins and their missing dependencies to the container's Python.  Only packages of
 # setup/container.txt that are too old are replaced.
+COPY packages/ packages/
 COPY reward_plugins/ reward_plugins/
 RUN ${PYTHON} setup/environments.py --in-place --only train
 # Fails if a package of the container has changed, if NeMo or Megatron-Core is of another series, if a dependency of

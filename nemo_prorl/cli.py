@@ -26,10 +26,10 @@ _log = logging.getLogger(__name__)
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    arguments = _parse(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    run: Callable[[argparse.Namespace], int | None] = arguments.run_command
     try:
+        arguments = _parse(sys.argv[1:] if argv is None else argv)
+        run: Callable[[argparse.Namespace], int | None] = arguments.run_command
         return run(arguments) or 0
     except ProrlError as error:
         _log.error("prorl: %s", error)

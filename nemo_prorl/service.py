@@ -56,8 +56,12 @@ class Pause:
     until: float = 0.0  # on the monotonic clock; requests may be sent again then
 
     @property
+    def left_s(self) -> float:
+        return max(0.0, self.until - time.monotonic())
+
+    @property
     def over(self) -> bool:
-        return self.until <= time.monotonic()
+        return self.left_s == 0.0
 
     def failed(self) -> bool:
         """Record a failure; return whether to log it.

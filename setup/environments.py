@@ -247,10 +247,10 @@ def install_locked(env: Environment, torch_index: str) -> None:
 
 
 def install_projects(env: Environment) -> None:
-    """Install the projects of the environment (prorl, and its plugins in train) as editable, without dependencies."""
+    """Install the projects of the environment as editable, without dependencies: prorl; in train all others, too."""
     if env.projects:
         editable = [part for project in env.projects for part in ("--editable", str(project))]
-        run_pip(env, ["--no-deps", "--no-build-isolation", *editable], "this project and its plugins")
+        run_pip(env, ["--no-deps", "--no-build-isolation", *editable], "this project, its packages and plugins")
     if env.name == "rollout":  # the `prorl` command needs packages of the train environment
         (env.folder / "bin" / "prorl").unlink(missing_ok=True)
 
@@ -367,9 +367,10 @@ def check(arguments: argparse.Namespace, selected: list[Environment]) -> None:
 
 
 def environments(arguments: argparse.Namespace) -> list[Environment]:
-    plugins = sorted(p.parent for p in (ROOT / "reward_plugins").glob("*/pyproject.toml"))
+    folders = (ROOT / "packages", ROOT / "reward_plugins")
+    others = [p.parent for folder in folders for p in sorted(folder.glob("*/pyproject.toml"))]
     kind = InPlace if getattr(arguments, "in_place", False) or getattr(arguments, "check", False) else Environment
-    train = kind("train", arguments.train_lock, (ROOT, *plugins), gigabytes=3.3, minutes=2)
+    train = kind("train", arguments.train_lock, (ROOT, *others), gigabytes=3.3, minutes=2)
     size = 7.0 if "cuda" in arguments.rollout_lock.name else 2.7
     rollout = Environment("rollout", arguments.rollout_lock, (ROOT,), gigabytes=size, minutes=1.5)
     if getattr(arguments, "only", None) == "trl":  # only benchmarks/versus_trl.py needs this environment

@@ -50,13 +50,6 @@ REWARDS = [
         *("scaffold", "cli", "reverify"),
     )
 ]
-SANDBOX = [
-    f"tests/rewards/test_{name}.py"
-    for name in (
-        *("program_run", "sandbox", "sandbox_child", "sandbox_confined", "sandbox_lessons", "sandbox_names"),
-        *("sandbox_parts", "escapes", "syscalls", "independent"),
-    )
-]
 # Folder: its files, and the tests that belong to it.
 FOLDERS: dict[str, tuple[str, list[str]]] = {
     "trainer": ("nemo_prorl/trainer.py", [*SMALL, "tests/rollout/test_report.py"]),
@@ -65,7 +58,7 @@ FOLDERS: dict[str, tuple[str, list[str]]] = {
     "algorithms": ("nemo_prorl/algorithms/*.py", ["tests/algorithms", *SMALL]),
     "policy": ("nemo_prorl/policy/*.py", ["tests/policy"]),
     "rewards": ("nemo_prorl/rewards/*.py", REWARDS),
-    "sandbox": ("nemo_prorl/rewards/sandbox/*.py", SANDBOX),
+    "sandbox": ("packages/prorl-sandbox/prorl_sandbox/*.py", ["packages/prorl-sandbox/tests"]),
     "data": ("nemo_prorl/data/*.py", DATA),
     "scaling": ("nemo_prorl/report/scaling.py", ["tests/report/test_scaling.py", "tests/report/test_forecast.py"]),
 }
@@ -242,7 +235,8 @@ def run_tests(root: Path, tests: list[str], seconds: float) -> str:
 def session(root: Path, tests: list[str], marks: str, options: list[Any]) -> int:
     """Run pytest in a copy of the tree, with its modules and plugins; return its exit code."""
     os.chdir(root)
-    plugins = [str(path) for path in sorted((root / "reward_plugins").glob("*"))]
+    folders = (root / "packages", root / "reward_plugins")
+    plugins = [str(path) for folder in folders for path in sorted(folder.glob("*"))]
     sys.path[:0] = [str(root), *plugins]
     os.environ["PYTHONPATH"] = os.pathsep.join([str(root), *plugins])
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"

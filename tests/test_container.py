@@ -183,6 +183,7 @@ def test_the_context_has_what_is_copied_and_nothing_else() -> None:
                 assert sent(source.rstrip("/")), source
     assert sent("nemo_prorl/conf/config.yaml")
     assert sent("reward_plugins/math/prorl_reward_math/plugin.py")
+    assert sent("packages/prorl-sandbox/prorl_sandbox/zygote.py")
     for path in ("runs/laptop/run.json", ".venv/train/bin/python", ".git/config", "tests/attacks/a.py", "benchmarks/x"):
         assert not sent(path)
     for path in (
@@ -224,7 +225,7 @@ def container(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     (packages / "container.pth").write_text(here + "\n")
     add_package(packages, "transformer-engine", "2.2")
     project = folder / "project"
-    for name in ("setup", "nemo_prorl", "reward_plugins"):
+    for name in ("setup", "nemo_prorl", "packages", "reward_plugins"):
         shutil.copytree(ROOT / name, project / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, project)
@@ -275,23 +276,21 @@ def test_a_missing_lock_names_the_page(container: tuple[Path, Path]) -> None:
     assert "setup/none.lock does not exist. docs/howto/container.md shows how to create it" in told.stderr
 
 
-@pytest.mark.slow  # pip installs six projects: 7 s of CPU
+@pytest.mark.slow  # pip installs seven projects: 7 s of CPU
 def test_the_project_goes_in_and_what_was_there_stays(container: tuple[Path, Path]) -> None:
     python, project = container
     train, check = [words[1:] for words in steps_with_scripts()[-2:]]
     told = step(container, *train)
     assert told.returncode == 0, told.stderr
     assert (python.parent / "prorl").exists()
-    where = subprocess.run(
-        [str(python), "-c", "import nemo_prorl, prorl_reward_stem as s; print(nemo_prorl.__file__, s.__file__)"],
-        cwd="/",
-        capture_output=True,
-        text=True,
-        check=True,
+    code = (
+        "import nemo_prorl as n, prorl_reward_stem as r, prorl_sandbox as s; print(n.__file__, r.__file__, s.__file__)"
     )
+    where = subprocess.run([str(python), "-c", code], cwd="/", capture_output=True, text=True, check=True)
     assert where.stdout.split() == [
         str(project / "nemo_prorl" / "__init__.py"),
         str(project / "reward_plugins" / "stem" / "prorl_reward_stem" / "__init__.py"),
+        str(project / "packages" / "prorl-sandbox" / "prorl_sandbox" / "__init__.py"),
     ]
     check[check.index("--imports") + 1] = "nemo_prorl,prorl_reward_math"
     only = [*check, "--only", "train"]
@@ -402,7 +401,8 @@ def test_the_names_for_the_container_are_pinned_and_complete() -> None:
     assert len(names) == len(set(names))
     assert set(names) <= set(read_pins(TRAIN_LOCK.read_text())[1])
     assert not {"torch", "nemo-toolkit", "megatron-core", "transformers"} & set(names)
-    ours = [f"prorl-reward-{name}" for name in ("math", "code", "stem", "puzzles", "instructions")] + ["nemo-prorl"]
+    ours = ["nemo-prorl", "prorl-sandbox"]
+    ours += [f"prorl-reward-{name}" for name in ("math", "code", "stem", "puzzles", "instructions")]
     try:
         needed = needs_of([*ours, "starlette", "uvicorn", "prometheus-client", "jsonlines"])
     except PackageNotFoundError as error:

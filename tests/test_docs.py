@@ -25,7 +25,7 @@ from nemo_prorl.config import RESET_RULES, Config
 from nemo_prorl.launcher.run_results import outcome
 from nemo_prorl.rewards.discovery import discover
 from nemo_prorl.rewards.interface import RewardRequest, Verdict, judge
-from nemo_prorl.rewards.sandbox.levels import open_sandbox
+from nemo_prorl.rewards.sandbox import open_sandbox
 from tests import paper_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -244,7 +244,7 @@ def test_every_error_of_the_package_has_a_cause_and_a_cure() -> None:
 
 
 def names_of_tests() -> set[str]:
-    files = (ROOT / "tests").rglob("test_*.py")
+    files = [*(ROOT / "tests").rglob("test_*.py"), *(ROOT / "packages").rglob("test_*.py")]
     return {name for file in files for name in re.findall(r"^(?:async )?def (test_\w+)\(", file.read_text(), re.M)}
 
 

@@ -19,6 +19,7 @@ from packaging.requirements import Requirement
 from tests import paper_model
 
 ROOT = Path(__file__).resolve().parent.parent
+SANDBOX = ROOT / "packages" / "prorl-sandbox"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 VERSION = PROJECT["version"]
 
@@ -112,6 +113,16 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return archive
 
 
+@pytest.fixture(scope="module")
+def sandbox_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of packages/prorl-sandbox, built from a copy."""
+    copy, out = tmp_path_factory.mktemp("sandbox") / "prorl-sandbox", tmp_path_factory.mktemp("sandbox_wheel")
+    shutil.copytree(SANDBOX, copy, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "build"))
+    pip("wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", out, copy, cwd=out)
+    [archive] = out.iterdir()
+    return archive
+
+
 def required(names: list[str]) -> set[str]:
     """Return the distributions that requirements name, with those that these require."""
     found: set[str] = set()
@@ -125,18 +136,18 @@ def required(names: list[str]) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def environment(wheel: Path, sandbox_wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An environment with the wheel and links to its declared dependencies; neither NeMo nor this checkout."""
     folder = tmp_path_factory.mktemp("environment")
     successful(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder)
     [packages] = folder.glob("lib/python*/site-packages")
-    for name in required(PROJECT["dependencies"]):
+    for name in required([name for name in PROJECT["dependencies"] if name != "prorl-sandbox"]):
         distribution = importlib.metadata.distribution(name)
         tops = {file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")}
         assert tops, name
         for top in tops:
             (packages / top).symlink_to(Path(str(distribution.locate_file(top))).resolve())
-    install(folder, wheel)
+    install(folder, wheel, sandbox_wheel)
     return folder
 
 
@@ -210,6 +221,16 @@ def test_a_command_that_needs_more_packages_names_the_first(prorl: Command) -> N
 
 
 @starts
+def test_an_environment_from_before_the_sandbox_was_a_package_names_the_fix() -> None:
+    code = "import sys; sys.modules['prorl_sandbox'] = None; from nemo_prorl import cli; sys.exit(cli.main(['plan']))"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 3
+    assert "needs the Python package prorl_sandbox" in result.stderr
+    assert "Fix: run `make setup`" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@starts
 def test_the_report_page_is_made_from_the_wheel(environment: Path, tmp_path: Path) -> None:
     """Template, style, scripts and uPlot are in the wheel."""
     code = "from nemo_prorl.report.page import page; print(page({'curves': [], 'runs': [], 'evaluations': []}))"
@@ -232,3 +253,21 @@ def test_a_new_plugin_is_listed_once_it_is_installed(prorl: Command, environment
     after = prorl("rewards", "list")
     assert after.returncode == 0, after.stderr
     assert re.match(r"wordlength +ok +tasks wordlength", after.stdout), after.stdout
+
+
+# --- the sandbox alone -----------------------------------------------------------------------------------------------
+
+
+@starts
+def test_the_sandbox_alone_judges_a_program_by_the_lines_of_its_page(sandbox_wheel: Path, tmp_path: Path) -> None:
+    """In an environment with nothing else; the zygote finds its package there, too."""
+    with zipfile.ZipFile(sandbox_wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    here = {f"prorl_sandbox/{path.name}" for path in (SANDBOX / "prorl_sandbox").iterdir() if path.is_file()}
+    assert names == here
+    successful(sys.executable, "-m", "venv", "--without-pip", tmp_path / "empty", cwd=tmp_path)
+    install(tmp_path / "empty", sandbox_wheel)
+    page = (SANDBOX / "README.md").read_text()
+    [code] = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    printed = successful(tmp_path / "empty" / "bin" / "python", "-I", "-c", code, cwd=tmp_path)
+    assert f"This prints `{printed.strip()}`." in page

@@ -1,5 +1,6 @@
 """The set-up: lock files, what is told on an unfit machine, and that a half-made environment is never used."""
 
+import argparse
 import json
 import os
 import re
@@ -226,6 +227,15 @@ class TestStamp:
             (other.folder / "bin").mkdir(parents=True, exist_ok=True)
             environments.install_projects(other)
             assert (other.folder / "bin" / "prorl").exists() == there
+
+
+def test_the_train_environment_has_every_project_of_this_repository() -> None:
+    locks = argparse.Namespace(train_lock=LOCKS[0], rollout_lock=LOCKS[1])
+    train, rollout = environments.environments(locks)
+    everywhere = {path.parent for path in ROOT.glob("*/*/pyproject.toml")} | {ROOT}
+    assert set(train.projects) == everywhere
+    assert ROOT / "packages" / "prorl-sandbox" in train.projects
+    assert rollout.projects == (ROOT,)
 
 
 def test_make_names_a_missing_python(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from nemo_prorl.config import all_keys
 from tests import paper_model
 
 ROOT = Path(__file__).resolve().parent.parent
-OWN = ("docs", "examples", "reward_plugins", "benchmarks", ".github")
+OWN = ("docs", "examples", "packages", "reward_plugins", "benchmarks", ".github")
 PAGES = [*ROOT.glob("*.md"), *(page for folder in OWN for page in (ROOT / folder).rglob("*.md"))]
 
 

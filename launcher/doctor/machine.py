@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from prorl_sandbox import levels
+
 import nemo_prorl
 from nemo_prorl.launcher.doctor.check import Check, NoAnswer, ask
 from nemo_prorl.rewards.discovery import discover
-from nemo_prorl.rewards.sandbox import levels
 
 _PACKAGES = ("torch", "nemo_toolkit", "nemo_aligner", "megatron_core", "transformers")
 _LOCK = Path(nemo_prorl.__file__).resolve().parent.parent / "setup" / "rollout.lock"

@@ -11,7 +11,7 @@ import json
 import logging
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -154,21 +154,10 @@ def _test(args: argparse.Namespace) -> int:
     return 1 if report.failed else 0
 
 
-async def _from_file(requests: list[RewardRequest]) -> AsyncIterator[RewardRequest]:
-    for request in requests:
-        yield request
-
-
-async def _from_stdin() -> AsyncIterator[RewardRequest]:
-    """Yield each request once its line is read.  A thread reads, so that the event loop is not blocked.
-
-    Raises:
-        DataError: A line is not a request; the message names the line.
-    """
-    loop, number = asyncio.get_running_loop(), 0
+def _from_stdin() -> Iterator[RewardRequest]:
+    """Yield each request once its line is read.  Raises DataError, which names the line, if it is not a request."""
     try:
-        while line := await loop.run_in_executor(None, sys.stdin.readline):
-            number += 1
+        for number, line in enumerate(iter(sys.stdin.readline, ""), 1):
             if line.strip():
                 yield read_line(line, f"standard input:{number}", RewardRequest.from_json)
     except UnicodeDecodeError as error:
@@ -211,7 +200,7 @@ async def _score(args: argparse.Namespace) -> int:
         try:
             if not streamed:
                 await service.start()
-            source = _from_stdin() if streamed else _from_file(requests)
+            source = _from_stdin() if streamed else iter(requests)
             async for _, verdict in service.in_order(source, lambda request: request, args.workers):
                 _write(out, json.dumps(verdict))
                 scores[verdict["score"]] += 1

@@ -1,4 +1,4 @@
-"""The interface of reward plugins: request, result and base class.  Imports only the standard library.
+"""The interface of reward plugins: request, result and base class; for programs of the model also `prorl_sandbox`.
 
 A plugin is a separate Python project with a subclass of `RewardPlugin`, registered under the entry point group
 `nemo_prorl.rewards`.  A worker process calls the plugin on its main thread, one request at a time.
@@ -18,11 +18,15 @@ import math
 import sys
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Protocol, TypedDict, cast
+from typing import Any, ClassVar, TypedDict, cast
+
+from prorl_sandbox import Program as Program
+from prorl_sandbox import ProgramRun as ProgramRun
+from prorl_sandbox import Sandbox as Sandbox
 
 _log = logging.getLogger(__name__)
 
@@ -176,54 +180,6 @@ class Canary:
     task: str = ""  # empty: the first task of the plugin
 
 
-@dataclass(frozen=True)
-class Program:
-    """Code written by the model, with its inputs.  Must not contain expected outputs: the code could read them.
-
-    The meaning of an input and of its output depends on `style`:
-        "stdin": the input is the text of standard input; the output is the bytes that the program printed.
-        "call": the input is a JSON array of arguments for `function`; the output is the result as JSON.  If the program
-            defines a class `Solution` with a method named `function`, the method of a new `Solution()` is called.
-        "assert": the input is a Python statement that is executed after the program; the output is empty.
-    """
-
-    source: str
-    style: str
-    inputs: tuple[str, ...]
-    function: str = ""  # for style "call"
-    setup: str = ""  # Python code that is executed before `source`
-    time_limit_s: float = 5.0  # for all inputs together, computing or asleep; waiting for a busy CPU does not count
-    memory_mb: int = 2048
-    output_mb: int = 1  # for each input
-
-
-@dataclass(frozen=True)
-class ProgramRun:
-    """The outputs of a program, one for each input."""
-
-    outputs: tuple[bytes | None, ...]  # None: the program failed on this input
-    details: tuple[str, ...]  # reason of the failure; empty where the program ended well
-    over_time: bool = False  # all inputs together took longer than the time limit, by the program's own doing
-    refused: str = ""  # error of the compiler; empty if the program compiles
-
-
-class Sandbox(Protocol):
-    """The sandbox that runs untrusted code.  Plugins with `needs_sandbox = True` find it at `self.sandbox`."""
-
-    def run(self, program: Program, passes: Callable[[int, bytes], bool]) -> ProgramRun:
-        """Run the program on each of its inputs.
-
-        Args:
-            passes: Called with the index of an input and its output; returns whether the output is right.  If an
-                output is wrong and the process ran other inputs before, the input is run again alone, because the
-                other inputs may have caused the error.
-
-        Raises:
-            RewardFailure: The sandbox itself failed, or the machine is too busy.  Do not catch this error; it becomes
-                an infrastructure failure.
-        """
-
-
 class RewardPlugin(ABC):
     """The base class of all reward plugins.
 
@@ -237,7 +193,7 @@ class RewardPlugin(ABC):
     second: ClassVar[str] = ""  # task of another plugin that judges a sample of the responses again; empty: none
     needs_sandbox: ClassVar[bool] = False
     sandbox_packages: tuple[str, ...] = ()  # installed packages that programs in the sandbox may import
-    sandbox: Sandbox  # set before `prepare` if `needs_sandbox` is True
+    sandbox: Sandbox  # set before `prepare` if `needs_sandbox` is True; do not catch the SandboxFailure of its `run`
     _noun: ClassVar[str] = "plugin"  # error messages use this name
 
     @dataclass(frozen=True)
@@ -331,16 +287,10 @@ def verdict_of(request_id: str, result: RewardResult) -> Verdict:
 
 def failed_verdict(request_id: str, failure: str, detail: str) -> Verdict:
     """Return the verdict of a request that failed: score 0 for "timeout" and "invalid", None for "infrastructure"."""
-    if failure != "infrastructure":
-        return verdict_of(request_id, RewardResult(0.0, False, {}, detail, failure))
-    return {
-        "id": request_id,
-        "score": None,
-        "correct": None,
-        "parts": {},
-        "detail": one_line(detail),
-        "failure": failure,
-    }
+    verdict = verdict_of(request_id, RewardResult(0.0, correct=False, detail=detail, failure=failure))
+    if failure == "infrastructure":
+        verdict["score"] = verdict["correct"] = None
+    return verdict
 
 
 def read_verdict(obj: Any, request_id: str) -> Verdict:

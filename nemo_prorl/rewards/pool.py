@@ -26,11 +26,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from prorl_sandbox.processes import QUEUED_S, queued_s
+
 from nemo_prorl import stacks
 from nemo_prorl.errors import RewardFailure
 from nemo_prorl.rewards import processes
 from nemo_prorl.rewards.interface import RewardRequest, Verdict, failed_verdict, read_verdict
-from nemo_prorl.rewards.processes import QUEUED_S
 from nemo_prorl.tracing import RECORDER
 
 _log = logging.getLogger(__name__)
@@ -167,13 +168,13 @@ class _Worker:
         pid, families, budget_s = self.process.pid, not spec.sandboxed, spec.budget_s
         started, wait, wall_s = asyncio.get_running_loop().time(), budget_s, WALL_FACTOR * budget_s
         try:
-            cpu_s, queued_s = processes.cpu_s(pid, families), processes.queued_s(pid)
+            cpu_before, queued_before = processes.cpu_s(pid, families), queued_s(pid)
             while not (await asyncio.wait({receiving}, timeout=wait))[0]:
                 elapsed = asyncio.get_running_loop().time() - started
-                used = processes.cpu_s(pid, families) - cpu_s
+                used = processes.cpu_s(pid, families) - cpu_before
                 if used >= 0.98 * budget_s:
                     raise WorkerGone(f"over the time budget of {budget_s:g} s of CPU", "timeout")
-                queued = processes.queued_s(pid) - queued_s
+                queued = queued_s(pid) - queued_before
                 left = wall_s + min(QUEUED_S, queued) - elapsed
                 if left <= 0:
                     raise WorkerGone(_why_late(pid, elapsed, used, budget_s, queued))

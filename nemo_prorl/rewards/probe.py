@@ -14,9 +14,10 @@ import threading
 import time
 from typing import Any
 
+from prorl_sandbox.kernel import die_with_parent
+
 from nemo_prorl.rewards.discovery import make_plugin
 from nemo_prorl.rewards.interface import ENTRY_POINT_GROUP, RewardPlugin, RewardRequest, judge, one_line
-from nemo_prorl.rewards.sandbox.kernel import die_with_parent
 
 HEAVY = (
     *("aiohttp", "datasets", "httpx", "jax", "langdetect", "latex2sympy2_extended", "lightning", "math_verify"),

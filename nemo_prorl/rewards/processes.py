@@ -8,7 +8,6 @@ import contextlib
 import os
 from pathlib import Path
 
-QUEUED_S = 30.0  # waiting for a busy CPU up to this is not a judge's or program's time; who waits longer is not judged
 _TICKS = os.sysconf("SC_CLK_TCK")  # ticks in a second
 _STATE, _OWN, _WITH_ENDED = 0, slice(11, 13), slice(11, 15)  # fields of /proc/PID/stat after the name
 
@@ -35,14 +34,6 @@ def _children(pid: int) -> list[int]:
         with contextlib.suppress(OSError):  # the thread ended, or the kernel was built without this file
             found += Path(f"/proc/{pid}/task/{task}/children").read_text().split()
     return list(map(int, found))
-
-
-def queued_s(pid: int) -> float:
-    """Return the seconds that a process's first thread waited for a busy CPU; 0 if the kernel does not report them."""
-    try:
-        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, IndexError, ValueError):
-        return 0.0
 
 
 def is_stopped(pid: int) -> bool:

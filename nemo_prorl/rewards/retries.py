@@ -5,9 +5,9 @@ from collections.abc import Awaitable, Callable
 
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.rewards.interface import Verdict
+from nemo_prorl.service import Pause
 
 RETRIES = 2  # after an "infrastructure" verdict: a worker died, or a plugin raised an exception
-_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.1, 5.0
 
 
 async def until_judged(
@@ -26,7 +26,7 @@ async def until_judged(
         The first verdict that is not "infrastructure", or the "infrastructure" verdict after the last retry; None if
         the deadline passed before.
     """
-    failures, backoff = 0, _FIRST_BACKOFF_S
+    failures, pause = 0, Pause()
     while not deadline.passed:
         verdict = await attempt()
         if verdict is not None:
@@ -34,6 +34,6 @@ async def until_judged(
             if verdict["failure"] != "infrastructure" or failures > RETRIES:
                 return verdict
         on_retry(verdict)
-        await asyncio.sleep(min(backoff, deadline.remaining))
-        backoff = min(2 * backoff, _LONGEST_BACKOFF_S)
+        pause.failed()
+        await asyncio.sleep(min(pause.left_s, deadline.remaining))
     return None

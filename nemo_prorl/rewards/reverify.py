@@ -13,7 +13,7 @@ import math
 import re
 import sys
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -151,15 +151,10 @@ async def _judge_all(
 
     `out`: file to which old and new verdicts are written; None: no file.  `only_changed`: write only changed verdicts.
     """
-
-    async def lines() -> AsyncIterator[Stored]:
-        for stored in read_all(files):
-            yield stored
-
     summary = Summary()
     try:
         await service.start()
-        async for stored, new in service.in_order(lines(), lambda stored: stored.request, workers):
+        async for stored, new in service.in_order(read_all(files), lambda stored: stored.request, workers):
             changed = differs(stored.verdict, new)
             summary.add(stored, new, changed)
             if changed:

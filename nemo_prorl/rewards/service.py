@@ -3,9 +3,11 @@
 import asyncio
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
+
+from prorl_sandbox import folders
 
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import ConfigError
@@ -13,6 +15,7 @@ from nemo_prorl.rewards.discovery import Registry, make_plugin
 from nemo_prorl.rewards.interface import RewardRequest, Verdict, failed_verdict
 from nemo_prorl.rewards.pool import MAX_QUEUE, PluginPool, PoolSpec
 from nemo_prorl.rewards.retries import until_judged
+from nemo_prorl.rewards.sandbox import open_sandbox
 
 T = TypeVar("T")
 
@@ -75,8 +78,6 @@ def plan_pools(
 
 def check_sandbox(unsafe_no_sandbox: bool = False) -> None:
     """Test the sandbox on this machine.  Raises UnfitMachine if none works, unless `unsafe_no_sandbox`."""
-    from nemo_prorl.rewards.sandbox.levels import open_sandbox
-
     open_sandbox(unsafe_no_sandbox).close()
 
 
@@ -114,8 +115,6 @@ class RewardService:
 
     async def close(self) -> None:
         await asyncio.gather(*(pool.close() for pool in self.pools.values()))
-        from nemo_prorl.rewards.sandbox import folders
-
         folders.sweep()  # killed workers cannot remove their sandbox folders
 
     def room_for(self, requests: list[RewardRequest]) -> bool:
@@ -148,13 +147,14 @@ class RewardService:
         return verdict
 
     async def in_order(
-        self, items: AsyncIterator[T], request_of: Callable[[T], RewardRequest], workers: int
+        self, items: Iterator[T], request_of: Callable[[T], RewardRequest], workers: int
     ) -> AsyncIterator[tuple[T, Verdict]]:
         """Judge items concurrently, and yield each item with its verdict in the order of the items.
 
         An exception of `items` is raised after the verdicts on all earlier items.
 
         Args:
+            items: Read in a thread, so that the event loop is not blocked.
             request_of: Returns the request of an item.
             workers: Number of worker processes.  At most 256 items per worker, and 4,096 in all, are read ahead of
                 their verdicts.
@@ -165,7 +165,7 @@ class RewardService:
 
         async def read() -> None:
             try:
-                async for item in items:
+                while (item := await asyncio.to_thread(next, items, None)) is not None:
                     request = request_of(item)
                     await self.ready(request.task)
                     await waiting.put((item, asyncio.create_task(self.judge(request))))

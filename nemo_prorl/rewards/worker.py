@@ -14,11 +14,12 @@ import socket
 import sys
 import traceback
 
+from prorl_sandbox.kernel import die_with_parent
+
 from nemo_prorl import stacks
 from nemo_prorl.rewards.discovery import discover, make_plugin
 from nemo_prorl.rewards.functions import function_plugin, is_function
 from nemo_prorl.rewards.interface import ENTRY_POINT_GROUP, RewardPlugin, RewardRequest, judge, one_line
-from nemo_prorl.rewards.sandbox.kernel import die_with_parent
 
 
 def limit_memory(megabytes: int) -> None:
@@ -38,7 +39,7 @@ def load(name: str, settings: dict[str, object], unsafe_no_sandbox: bool) -> Rew
         points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=name)
         plugin = make_plugin(discover(points).plugin(name), settings)
     if plugin.needs_sandbox:
-        from nemo_prorl.rewards.sandbox.levels import open_sandbox
+        from nemo_prorl.rewards.sandbox import open_sandbox
 
         plugin.sandbox = open_sandbox(unsafe_no_sandbox, plugin.sandbox_packages)
     plugin.prepare()

@@ -16,7 +16,7 @@ from nemo_prorl.data.records import validate_record
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.rewards.discovery import discover, make_plugin
 from nemo_prorl.rewards.interface import RewardPlugin, RewardRequest, RewardResult
-from nemo_prorl.rewards.sandbox.levels import open_sandbox
+from nemo_prorl.rewards.sandbox import open_sandbox
 from nemo_prorl.settings import load
 
 pytestmark = pytest.mark.starts

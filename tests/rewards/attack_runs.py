@@ -43,7 +43,7 @@ def attack(cases: Path, judge: list[str], *options: str) -> subprocess.Completed
 def judge(condition: str, *limit_s: str) -> list[str]:
     """The command of our judge, with root's rights or without them; `limit_s`: another time limit than the plugin's."""
     rights = CONDITIONS[condition]
-    becomes = [sys.executable, str(ROOT / "tests/rewards/as_user.py"), *rights[1:]] if rights else []
+    becomes = [sys.executable, str(ROOT / "packages/prorl-sandbox/tests/as_user.py"), *rights[1:]] if rights else []
     return [*becomes, sys.executable, str(OWN / "judge.py"), str(_AT_ONCE), *limit_s]
 
 

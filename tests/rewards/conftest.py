@@ -1,21 +1,19 @@
 """Installed-looking plugins that misbehave in known ways, and helpers to start a real reward server."""
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sandbox_helpers import children_of, is_alive
 
 from nemo_prorl.deadlines import Deadline
-from nemo_prorl.rewards.sandbox import levels
-from nemo_prorl.rewards.sandbox.client import ProcessSandbox, SandboxFailure
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -93,18 +91,6 @@ def install(folder: Path, entry_points: str) -> None:
     (folder / "misbehaving_plugins.py").write_text(PLUGINS)
 
 
-@pytest.fixture(scope="module", params=levels.LEVELS)
-def box(request: pytest.FixtureRequest) -> Iterator[ProcessSandbox]:
-    """A started sandbox of each level that this machine has."""
-    sandbox = ProcessSandbox(request.param)
-    try:
-        sandbox.start()
-    except SandboxFailure as error:
-        pytest.skip(f"this machine has no such level: {error}")
-    yield sandbox
-    sandbox.close()
-
-
 @pytest.fixture
 def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """`echo` and `odd` are installed, here and in every process started from here."""
@@ -130,63 +116,6 @@ def _use(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def request_of(task: str, response: str, name: str = "r", **more: Any) -> dict[str, Any]:
     base = {"id": name, "task": task, "prompt": "?", "truth": {}, "response": response, "finished": True}
     return {**base, "source": "test", "meta": {}, **more}
-
-
-@contextlib.contextmanager
-def sharing_one_cpu(pids: Iterable[int], others: int = 5) -> Iterator[None]:
-    """These processes share one CPU with `others` that spin."""
-    all_cpus, pids = os.sched_getaffinity(0), list(pids)
-    spin = [sys.executable, "-S", "-c", "while True: pass"]
-    spinning = [subprocess.Popen(spin, start_new_session=True) for _ in range(others)]
-    try:
-        for pid in [*pids, *(other.pid for other in spinning)]:
-            os.sched_setaffinity(pid, {min(all_cpus)})
-        yield
-    finally:
-        for other in spinning:
-            other.kill()
-            other.wait()
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):  # it was replaced
-                os.sched_setaffinity(pid, all_cpus)
-
-
-def children_of(pid: int) -> set[int]:
-    """Processes whose parent is `pid`."""
-    found = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(fields[1]) == pid:
-                found.add(int(entry.name))
-    return found
-
-
-def is_alive(pid: int) -> bool:
-    """Neither gone nor a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def in_child(work: Callable[[], Any]) -> Any:
-    """Return what `work` returns, as JSON gives it back, in a fork of this process whose rights it may give up."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.write(write, json.dumps(work()).encode())
-        finally:
-            os._exit(0)
-    os.close(write)
-    with os.fdopen(read, "rb") as file:
-        text = file.read()
-    os.waitpid(pid, 0)
-    return json.loads(text)
 
 
 def wait_gone(pids: set[int], what: str) -> None:

@@ -1,7 +1,6 @@
 """`prorl rewards`: results on standard output, bad lines named, verdicts in order and streamed."""
 
 import argparse
-import asyncio
 import io
 import json
 import subprocess
@@ -128,14 +127,11 @@ def test_a_bad_line_is_named_before_anything_is_judged(plugins: Path, tmp_path: 
 
 def test_a_stream_is_read_to_its_end_without_its_empty_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = (json.dumps(request_of("echo", "1", name)) for name in "ab")
-
-    async def read(text: str) -> list[str]:
-        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
-        return [request.id async for request in cli._from_stdin()]
-
-    assert asyncio.run(read(f"{one}\n \n\n{two}")) == ["a", "b"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{one}\n \n\n{two}"))
+    assert [request.id for request in cli._from_stdin()] == ["a", "b"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{one}\n\n{{}}"))
     with pytest.raises(DataError, match="standard input:3: field"):
-        asyncio.run(read(f"{one}\n\n{{}}"))
+        list(cli._from_stdin())
 
 
 def test_a_project_is_written_where_it_is_wanted_and_the_next_steps_are_shown(

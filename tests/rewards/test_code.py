@@ -5,17 +5,19 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import prorl_sandbox
 import pytest
 from prorl_reward_code.compare import equal, same_text, same_value
 from prorl_reward_code.extract import program_of
 from prorl_reward_code.plugin import MAX_SOURCE_CHARS, CodeReward
 from prorl_reward_code.truth import MAX_TIME_LIMIT_S, check, names_called
+from prorl_sandbox.client import ANSWER_S, EXTRA_TIME_S
+from prorl_sandbox.processes import QUEUED_S
 
+from nemo_prorl.errors import UnfitMachine
 from nemo_prorl.rewards.interface import RewardRequest, RewardResult
 from nemo_prorl.rewards.pool import WALL_FACTOR
-from nemo_prorl.rewards.processes import QUEUED_S
-from nemo_prorl.rewards.sandbox.client import ANSWER_S, EXTRA_TIME_S
-from nemo_prorl.rewards.sandbox.levels import open_sandbox
+from nemo_prorl.rewards.sandbox import open_sandbox
 
 pytestmark = pytest.mark.starts
 
@@ -494,3 +496,12 @@ def test_the_setting_setup_runs_before_programs_that_read_standard_input(code: C
     assert run(other, call("f", ([], 1000)), "def f():\n    import sys\n    return sys.getrecursionlimit()").score == 1
     with pytest.raises(ValueError, match="setup is not valid Python: SyntaxError"):
         CodeReward(CodeReward.Config(setup="from math import"))
+
+
+def test_a_machine_without_a_sandbox_is_refused_with_both_fixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_works(unsafe: bool, packages: tuple[str, ...]) -> None:
+        raise prorl_sandbox.NoSandbox("no sandbox works on this machine (why).  Fix: another kernel")
+
+    monkeypatch.setattr(prorl_sandbox, "open_sandbox", none_works, raising=False)
+    with pytest.raises(UnfitMachine, match=r"another kernel; or rewards\.unsafe_no_sandbox=true: code of the model"):
+        open_sandbox()

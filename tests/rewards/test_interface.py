@@ -1,6 +1,7 @@
 """The typed request and result, and how what a plugin does becomes a verdict."""
 
 import dataclasses
+import os
 import re
 import subprocess
 import sys
@@ -221,10 +222,11 @@ def test_settings_replace_the_time_budget() -> None:
     assert _Says(None).time_budget_s == RewardPlugin.time_budget_s
 
 
-def test_the_interface_imports_the_standard_library_only() -> None:
+def test_the_interface_imports_the_standard_library_and_the_sandbox_only(root: Path) -> None:
     code = (
         "import sys; import nemo_prorl.rewards.interface; "
         "print({m.partition('.')[0] for m in sys.modules} - set(sys.stdlib_module_names))"
     )
-    found = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True)
-    assert set(eval(found.stdout)) <= {"nemo_prorl", "__main__"}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(root / "packages" / "prorl-sandbox")])}
+    found = subprocess.run([sys.executable, "-S", "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert set(eval(found.stdout)) <= {"nemo_prorl", "prorl_sandbox", "__main__"}

@@ -10,12 +10,13 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sandbox_helpers import children_of, is_alive, sharing_one_cpu
 
 from nemo_prorl import stacks
 from nemo_prorl.data.prepare.gold import failures
@@ -26,7 +27,6 @@ from nemo_prorl.rewards.discovery import discover
 from nemo_prorl.rewards.interface import RewardRequest, Verdict
 from nemo_prorl.rewards.pool import PluginPool, PoolSpec, WorkerGone, _Job, _Worker
 from nemo_prorl.rewards.service import RewardService, plan_pools
-from tests.rewards.conftest import children_of, is_alive, sharing_one_cpu
 from tests.rewards.conftest import request_of as json_of
 
 pytestmark = pytest.mark.starts
@@ -182,7 +182,7 @@ def test_a_late_worker_is_told_by_how_it_spent_its_time(
     cpu, queued = iter([7.0]), iter([3.0])
     monkeypatch.setattr("nemo_prorl.rewards.pool.QUEUED_S", 0.1)
     monkeypatch.setattr(processes, "cpu_s", lambda *_: next(cpu, 7.0 + 0.05 * used))
-    monkeypatch.setattr(processes, "queued_s", lambda _: next(queued, 3.0 + queued_s))
+    monkeypatch.setattr("nemo_prorl.rewards.pool.queued_s", lambda _: next(queued, 3.0 + queued_s))
     monkeypatch.setattr(processes, "is_stopped", lambda _: stopped)
 
     async def main() -> WorkerGone:
@@ -322,14 +322,12 @@ def test_who_has_workers_of_their_own_judges_again_when_one_fails(plugins: Path,
     record: PromptRecord = {"id": "a", "task": "odd", "prompt": "?", "truth": {}, "meta": {"flag": str(tmp_path / "1")}}
     assert failures([record], [how], 1, True) == {}
     registry = discover()
-
-    async def one() -> AsyncIterator[RewardRequest]:
-        yield request_of("odd", how, meta={"flag": str(tmp_path / "2")})
+    one = request_of("odd", how, meta={"flag": str(tmp_path / "2")})
 
     async def main() -> list[Verdict]:
         service = RewardService(plan_pools(registry, ["odd"], 1, on_demand=True), registry)  # started by its request
         try:
-            return [verdict async for _, verdict in service.in_order(one(), lambda request: request, 1)]
+            return [verdict async for _, verdict in service.in_order(iter([one]), lambda request: request, 1)]
         finally:
             await service.close()
 

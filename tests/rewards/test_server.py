@@ -19,6 +19,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from sandbox_helpers import is_alive
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.testclient import TestClient
@@ -32,7 +33,7 @@ from nemo_prorl.rewards.options import add_server_arguments
 from nemo_prorl.rewards.server import DEADLINE_HEADER, RewardApp
 from nemo_prorl.rewards.service import RewardService
 from nemo_prorl.service import read_token
-from tests.rewards.conftest import ROOT, RunningServer, StartServer, is_alive, request_of, wait_gone
+from tests.rewards.conftest import ROOT, RunningServer, StartServer, request_of, wait_gone
 
 Capture = pytest.CaptureFixture[str]
 

@@ -3,10 +3,11 @@
 import json
 from dataclasses import replace
 
+from prorl_sandbox import Program, Sandbox
+
 from nemo_prorl.data.prepare.drafts import Draft, Drop
 from nemo_prorl.data.prepare.manifest import ExpectedCheck
-from nemo_prorl.rewards.interface import Program
-from nemo_prorl.rewards.sandbox.client import ProcessSandbox
+from nemo_prorl.rewards.sandbox import open_sandbox
 
 MAX_RESULT_BYTES = 100_000  # longest result as JSON that is kept
 _TIME_S = 60.0  # seconds for all calls of one problem
@@ -18,7 +19,7 @@ class Oracles:
 
     def __init__(self, unsafe_no_sandbox: bool) -> None:
         self._unsafe = unsafe_no_sandbox
-        self._sandbox: ProcessSandbox | None = None
+        self._sandbox: Sandbox | None = None
         self.counts: ExpectedCheck = {"tests": 0, "left_out": 0}
 
     def close(self) -> None:
@@ -49,9 +50,7 @@ class Oracles:
             return Drop("no tests", f"the source's own solution fails on all tests: {run.details[0]}")
         return replace(draft, truth={**draft.truth, "tests": kept})
 
-    def _started_sandbox(self) -> ProcessSandbox:
-        from nemo_prorl.rewards.sandbox.levels import open_sandbox
-
+    def _started_sandbox(self) -> Sandbox:
         if self._sandbox is None:
             self._sandbox = open_sandbox(self._unsafe)
         return self._sandbox

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from prorl_sandbox import Program
+
 from nemo_prorl.rewards.interface import (
     Canary,
     Example,
-    Program,
     RewardPlugin,
     RewardRequest,
     RewardResult,

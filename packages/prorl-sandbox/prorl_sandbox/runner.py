@@ -25,9 +25,9 @@ from _thread import _count as count_threads
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_prorl.rewards.sandbox import kernel, prelude, shims
-from nemo_prorl.rewards.sandbox.independent import independent
-from nemo_prorl.rewards.sandbox.syscalls import for_process
+from prorl_sandbox import kernel, prelude, shims
+from prorl_sandbox.independent import independent
+from prorl_sandbox.syscalls import for_process
 
 RECURSION_LIMIT = 1000  # Python's default
 MAX_DEPTH = 200  # levels of nesting in a result

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_prorl.errors import UnfitMachine
-from nemo_prorl.rewards.interface import Program
-from nemo_prorl.rewards.sandbox.client import ProcessSandbox, SandboxFailure
+from prorl_sandbox.client import Sandbox
+from prorl_sandbox.programs import NoSandbox, Program, SandboxFailure
 
 _log = logging.getLogger(__name__)
 
@@ -146,7 +145,7 @@ def _canaries() -> Iterator[_Places]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def prove(sandbox: ProcessSandbox) -> Proof:
+def prove(sandbox: Sandbox) -> Proof:
     """Attempt every escape in a sandbox that is already started, and return which attempts succeeded."""
     with _canaries() as places:
         program = Program(_ESCAPES.read_text(), "stdin", (json.dumps(places.words),), time_limit_s=20.0)
@@ -176,9 +175,9 @@ def prove(sandbox: ProcessSandbox) -> Proof:
     return Proof(sandbox.level, sandbox.layers, tuple(n for n in possible if n not in known), tuple(lacks))
 
 
-def _tried(level: str, packages: Sequence[str] = ()) -> tuple[ProcessSandbox, Proof]:
+def _tried(level: str, packages: Sequence[str] = ()) -> tuple[Sandbox, Proof]:
     """Start and test the sandbox of one level.  Return the sandbox and the proof; a sandbox that failed is closed."""
-    sandbox = ProcessSandbox(level, packages=packages)
+    sandbox = Sandbox(level, packages=packages)
     try:
         sandbox.start()
         proof = prove(sandbox)
@@ -189,8 +188,8 @@ def _tried(level: str, packages: Sequence[str] = ()) -> tuple[ProcessSandbox, Pr
     return sandbox, proof
 
 
-def open_sandbox(unsafe: bool = False, packages: Sequence[str] = ()) -> ProcessSandbox:
-    """Start and return the strongest sandbox that passes on this machine.  Raises UnfitMachine if no level passes.
+def open_sandbox(unsafe: bool = False, packages: Sequence[str] = ()) -> Sandbox:
+    """Start and return the strongest sandbox that passes on this machine.  Raises NoSandbox if no level passes.
 
     Args:
         unsafe: If no level passes, start a plain child process with limits, which does not stop hostile code.
@@ -204,19 +203,19 @@ def open_sandbox(unsafe: bool = False, packages: Sequence[str] = ()) -> ProcessS
             return sandbox
         proofs.append(proof)
     if unsafe:
-        _log.warning("NO SANDBOX (unsafe_no_sandbox): code of the model runs as this user, with resource limits only")
-        sandbox = ProcessSandbox("none", packages=packages)
+        _log.warning("NO SANDBOX (unsafe): code of the model runs as this user, with resource limits only")
+        sandbox = Sandbox("none", packages=packages)
         sandbox.start()
         return sandbox
-    raise UnfitMachine(refusal(proofs))
+    raise NoSandbox(refusal(proofs))
 
 
 def refusal(proofs: list[Proof]) -> str:
-    """Return the error text for a machine on which no level passes, with the remedy."""
+    """Return the error text for a machine on which no level passes, with a fix."""
     lines = "; ".join(proof.line() for proof in proofs)
     return (
         f"no sandbox works on this machine ({lines}).  Fix: allow user namespaces or run as root, with Landlock and"
-        " seccomp (Linux 5.13); or rewards.unsafe_no_sandbox=true: code of the model then has all rights of this user"
+        " seccomp (Linux 5.13)"
     )
 
 

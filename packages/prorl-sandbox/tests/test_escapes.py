@@ -13,12 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from nemo_prorl.rewards.interface import Program
-from nemo_prorl.rewards.sandbox import levels
-from nemo_prorl.rewards.sandbox.client import ProcessSandbox, SandboxFailure
-from nemo_prorl.rewards.sandbox.levels import _canaries, _Places
-from tests.rewards.test_syscalls import HEADER, numbers
+from prorl_sandbox import Program, Sandbox, SandboxFailure, levels
+from prorl_sandbox.levels import _canaries, _Places
+from test_syscalls import HEADER, numbers
 
 pytestmark = pytest.mark.starts
 
@@ -133,7 +130,7 @@ def test_the_calls_by_number_are_those_that_they_are_meant_to_be() -> None:
     ],
 )
 def test_a_program_of_attempts_that_breaks_proves_nothing(
-    source: str, why: str, unconfined: ProcessSandbox, monkeypatch: pytest.MonkeyPatch
+    source: str, why: str, unconfined: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = proof_of(unconfined, monkeypatch, source=source)
     assert not found.holds
@@ -171,16 +168,16 @@ def test_root_of_this_machine_can_make_most_of_them(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def unconfined(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessSandbox]:
+def unconfined(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sandbox]:
     """A plain child process, which only its limits confine."""
     monkeypatch.setitem(levels._LACKS, "none", {})
-    sandbox = ProcessSandbox("none")
+    sandbox = Sandbox("none")
     sandbox.start()
     yield sandbox
     sandbox.close()
 
 
-def proof_of(sandbox: ProcessSandbox, monkeypatch: pytest.MonkeyPatch, *only: str, source: str | None = None) -> Any:
+def proof_of(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, *only: str, source: str | None = None) -> Any:
     """Return the proof of a sandbox with these attempts only."""
 
     @contextlib.contextmanager
@@ -207,7 +204,7 @@ class Source:
 
 @pytest.mark.parametrize("name", [name for name, effects in ANYBODY.items() if effects])
 def test_an_effect_outside_breaks_the_proof_whatever_the_attempt_says(
-    name: str, unconfined: ProcessSandbox, monkeypatch: pytest.MonkeyPatch
+    name: str, unconfined: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     liar = levels._ESCAPES.read_text().replace('else "POSSIBLE"', 'else "refused (EPERM)"')
     found = proof_of(unconfined, monkeypatch, name, source=liar)
@@ -215,7 +212,7 @@ def test_an_effect_outside_breaks_the_proof_whatever_the_attempt_says(
     assert set(found.open) - {"start 300 threads", "fill the disk"} == set(ANYBODY[name])
 
 
-def test_a_possible_attempt_breaks_the_proof(unconfined: ProcessSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_possible_attempt_breaks_the_proof(unconfined: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     found = proof_of(unconfined, monkeypatch, "read a file of the host")
     assert not found.holds
     assert "read a file of the host" in found.open
@@ -223,7 +220,7 @@ def test_a_possible_attempt_breaks_the_proof(unconfined: ProcessSandbox, monkeyp
 
 @pytest.mark.parametrize("error", ["AttributeError", "ValueError", "NameError", "ctypes.ArgumentError"])
 def test_an_attempt_that_does_not_work_is_not_a_refusal(
-    error: str, unconfined: ProcessSandbox, monkeypatch: pytest.MonkeyPatch
+    error: str, unconfined: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads = '"read a file of the host": lambda: open(secret).read(),'
     source = levels._ESCAPES.read_text()
@@ -237,7 +234,7 @@ def test_an_attempt_that_does_not_work_is_not_a_refusal(
 @pytest.mark.parametrize("level", levels.LEVELS)
 def test_in_a_level_every_attempt_is_refused_by_the_system(level: str) -> None:
     """Also those that `test_sandbox` counts: here with the reason of each refusal."""
-    with contextlib.closing(ProcessSandbox(level)) as sandbox:
+    with contextlib.closing(Sandbox(level)) as sandbox:
         try:
             sandbox.start()
         except SandboxFailure as error:

@@ -21,13 +21,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_prorl.errors import RewardFailure
-from nemo_prorl.rewards import processes
-from nemo_prorl.rewards.interface import Program, ProgramRun
-from nemo_prorl.rewards.processes import QUEUED_S
-from nemo_prorl.rewards.sandbox import folders
-from nemo_prorl.rewards.sandbox.runner import ProgramLimits
-from nemo_prorl.rewards.sandbox.zygote import MESSAGE_BYTES, STACK_MB, SandboxPlan
+from prorl_sandbox import folders, processes
+from prorl_sandbox.processes import QUEUED_S
+from prorl_sandbox.programs import Program, ProgramRun, SandboxFailure
+from prorl_sandbox.runner import ProgramLimits
+from prorl_sandbox.zygote import MESSAGE_BYTES, STACK_MB, SandboxPlan
 
 TESTS_PER_CHILD = 100  # two descriptors per test; a message can carry 253
 OUTPUT_MB_PER_CHILD = 512  # for all tests of a child: with large outputs, fewer tests share a child
@@ -38,15 +36,12 @@ START_S, ANSWER_S = 30.0, 5.0
 THREADS, DESCRIPTORS = 256, 512
 _WATCH_S = 0.01
 _FIRST_UID = 1_000_000_000  # users without files, one per sandbox, so that thread limits are separate
-_ROOT = str(Path(__file__).resolve().parents[3])
-_START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from nemo_prorl.rewards.sandbox import zygote; " + (
-    "sys.path.pop(0); sys.exit(zygote.main(sys.argv[1:]))"
+_ROOT = str(Path(__file__).resolve().parents[1])
+# The folder comes last: next to an installed package there may be packages with names of the standard library.
+_START = "import sys; sys.path.append(sys.argv.pop(1)); from prorl_sandbox import zygote; " + (
+    "sys.path.pop(); sys.exit(zygote.main(sys.argv[1:]))"
 )
 _KNOWN = Program("print(int(input()) + 1)", "stdin", ("41\n",), time_limit_s=5.0)
-
-
-class SandboxFailure(RewardFailure):
-    """The sandbox itself failed, not the program in it."""
 
 
 class _Broken(Exception):
@@ -76,7 +71,7 @@ class _Child:
         return self.killed is None and self.status == 0
 
 
-class ProcessSandbox:
+class Sandbox:
     """A sandbox process at one level, restarted when it breaks.  Not for use by several threads."""
 
     def __init__(self, level: str, tmp_mb: int = 64, packages: Sequence[str] = ()) -> None:
@@ -95,6 +90,12 @@ class ProcessSandbox:
         except (_Broken, OSError) as error:
             self.close()
             raise SandboxFailure(f"sandbox level {self.level!r} does not start: {error}") from error
+
+    def __enter__(self) -> "Sandbox":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """End the process and remove its folder."""
@@ -150,10 +151,16 @@ class ProcessSandbox:
         return answer
 
     def run(self, program: Program, passes: Callable[[int, bytes], bool]) -> ProgramRun:
-        """Run a program (see `interface.Sandbox.run`).  If the sandbox process breaks, restart it and try once more.
+        """Run the program on each of its inputs.  If the sandbox process breaks, restart it and try once more.
 
-        Raises SandboxFailure if the process cannot be restarted, if both tries break the process and a known program
-        fails, too, or if the program waited over QUEUED_S for a busy CPU.
+        Args:
+            passes: Called with the index of an input and its output; returns whether the output is right.  If an
+                output is wrong and the process ran other inputs before, the input is run again alone, because the
+                other inputs may have caused the error.
+
+        Raises:
+            SandboxFailure: The process cannot be restarted; both tries broke it, and a known program fails, too; or
+                the program waited over QUEUED_S for a busy CPU.
         """
         for _ in range(2):
             try:
@@ -239,7 +246,7 @@ class ProcessSandbox:
         return not self.layers.get("identity")
 
     def _thread_limit(self) -> int:
-        return THREADS if not self._watches else 8 * THREADS + folders.tasks_of_user()
+        return THREADS if not self._watches else 8 * THREADS + processes.tasks_of_user()
 
     def _await_child(self, seconds: float) -> _Child:
         """Wait until the child of the sandbox process ends, and return its results; kill a child with too many threads.
@@ -264,7 +271,7 @@ class ProcessSandbox:
                         watched = fds[0]
                     elif "queued" in answer:
                         self._socket.send(
-                            json.dumps({"queued_s": processes.queued_s(folders.pid_behind(fds[0]))}).encode()
+                            json.dumps({"queued_s": processes.queued_s(processes.pid_behind(fds[0]))}).encode()
                         )
                         os.close(fds[0])
                     else:
@@ -273,7 +280,7 @@ class ProcessSandbox:
                         return child
                 elif left <= 0:
                     raise _Broken(f"no answer within {seconds:g} s")
-                if watched >= 0 and not killed and folders.threads_behind(watched) > THREADS:
+                if watched >= 0 and not killed and processes.threads_behind(watched) > THREADS:
                     killed = True
                     signal.pidfd_send_signal(watched, signal.SIGKILL)
         finally:
@@ -347,7 +354,7 @@ class _ProgramRun:
     """The run of a program on all its inputs, in as many children as needed."""
 
     def __init__(
-        self, box: ProcessSandbox, program: Program, passes: Callable[[int, bytes], bool], trusted: bool = False
+        self, box: Sandbox, program: Program, passes: Callable[[int, bytes], bool], trusted: bool = False
     ) -> None:
         self._box, self._program, self._passes, self._trusted = box, program, passes, trusted
         number = len(program.inputs)

@@ -11,11 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from nemo_prorl.rewards.interface import Program
-from nemo_prorl.rewards.sandbox import confine, kernel
-from nemo_prorl.rewards.sandbox.client import ProcessSandbox, SandboxFailure
-from tests.rewards.conftest import in_child
+from prorl_sandbox import Program, Sandbox, SandboxFailure, confine, kernel
+from sandbox_helpers import in_child
 
 pytestmark = pytest.mark.starts
 
@@ -161,7 +158,7 @@ def test_a_private_root_has_the_files_of_the_view_and_none_can_be_changed() -> N
         "import json, os\nfound = {}\nfor place in json.loads(input()):\n    s = os.statvfs(place)\n"
         "    found[place] = s.f_flag & 7, s.f_blocks * s.f_frsize, s.f_files\nprint(json.dumps(found))"
     )
-    with closing(ProcessSandbox("full", tmp_mb=3)) as sandbox:
+    with closing(Sandbox("full", tmp_mb=3)) as sandbox:
         try:
             sandbox.start()
         except SandboxFailure as error:

@@ -12,8 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-
-from nemo_prorl.rewards.sandbox import syscalls
+from prorl_sandbox import syscalls
 
 HEADER = Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h")
 ALLOWED, KILLED = 0x7FFF0000, 0x80000000

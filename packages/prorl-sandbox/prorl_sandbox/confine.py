@@ -7,7 +7,7 @@ import sys
 import sysconfig
 from dataclasses import dataclass
 
-from nemo_prorl.rewards.sandbox import kernel
+from prorl_sandbox import kernel
 
 _READ_FILE, _READ_DIR, _TRUNCATE, _IOCTL_DEV = 1 << 2, 1 << 3, 1 << 14, 1 << 15
 _WRITE_FILE, _REFER = 1 << 1, 1 << 13

@@ -9,9 +9,8 @@ import signal
 from typing import Any
 
 import pytest
-
-from nemo_prorl.rewards.interface import Program, ProgramRun
-from nemo_prorl.rewards.sandbox.client import ProcessSandbox, SandboxFailure, _Child
+from prorl_sandbox import Program, ProgramRun, Sandbox, SandboxFailure
+from prorl_sandbox.client import _Child
 
 Asked = tuple[int, int, float, float, bool]  # first test, number of tests, seconds, seconds of waiting, go_on
 GOOD, WRONG, ERROR = (True, b"right", True), (True, b"wrong", True), (False, b"", False)
@@ -41,7 +40,7 @@ def asked_first(independent: bool = False) -> _Child:
     return child(used_s=0.125, independent=independent)
 
 
-class Children(ProcessSandbox):
+class Children(Sandbox):
     """A sandbox whose children are given."""
 
     def __init__(self, *children: _Child) -> None:

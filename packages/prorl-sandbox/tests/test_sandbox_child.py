@@ -7,18 +7,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-
-from nemo_prorl.rewards.interface import Program
-from nemo_prorl.rewards.sandbox import client, runner
-from nemo_prorl.rewards.sandbox.client import ProcessSandbox
+from prorl_sandbox import Program, client, runner
+from prorl_sandbox.client import Sandbox
 
 pytestmark = pytest.mark.starts
 
 
 @pytest.fixture(scope="module")
-def plain() -> Iterator[ProcessSandbox]:
+def plain() -> Iterator[Sandbox]:
     """A sandbox that confines nothing, so that only the child's own doings count."""
-    sandbox, before = ProcessSandbox("none"), os.umask(0o077)
+    sandbox, before = Sandbox("none"), os.umask(0o077)
     sandbox.start()
     os.umask(before)
     yield sandbox
@@ -36,7 +34,7 @@ class Job:
             os.memfd_create("code", os.MFD_ALLOW_SEALING),
         )
 
-    def run(self, box: ProcessSandbox, first: int = 0, count: int = 1, go_on: bool = False) -> client._Child:
+    def run(self, box: Sandbox, first: int = 0, count: int = 1, go_on: bool = False) -> client._Child:
         return box.run_child(self.program, first, count, self.job, self.code, 5.0, 5.0, go_on)
 
     def __enter__(self) -> "Job":
@@ -47,7 +45,7 @@ class Job:
         os.close(self.code)
 
 
-def ran(box: ProcessSandbox, source: str, *inputs: str, go_on: bool = False, **more: Any) -> client._Child:
+def ran(box: Sandbox, source: str, *inputs: str, go_on: bool = False, **more: Any) -> client._Child:
     """Run all tests of a program in one child."""
     with Job(source, *inputs, **more) as job:
         return job.run(box, 0, max(1, len(inputs)), go_on)
@@ -95,7 +93,7 @@ def ran(box: ProcessSandbox, source: str, *inputs: str, go_on: bool = False, **m
     ],
 )
 def test_a_child_reports_how_each_test_ended_and_whether_the_next_may_follow(
-    does: str, ok: bool, more: bool, detail: str, plain: ProcessSandbox
+    does: str, ok: bool, more: bool, detail: str, plain: Sandbox
 ) -> None:
     source = f"import os, sys\nn = input()\nprint(n, flush=True)\nif n == '1':\n    {does}"
     found = ran(plain, source, "0", "1", "2")
@@ -116,7 +114,7 @@ def test_a_child_reports_how_each_test_ended_and_whether_the_next_may_follow(
 )
 @pytest.mark.parametrize("style", ["stdin", "call", "assert"])
 def test_where_tests_go_on_after_an_error_it_is_an_ordinary_one(
-    style: str, error: str, more: bool, plain: ProcessSandbox
+    style: str, error: str, more: bool, plain: Sandbox
 ) -> None:
     inputs = {"stdin": ("", ""), "call": ("[]", "[]"), "assert": ("f()", "f()")}[style]
     source = f"def f():\n    raise {error}\n" + ("f()" if style == "stdin" else "")
@@ -125,13 +123,13 @@ def test_where_tests_go_on_after_an_error_it_is_an_ordinary_one(
         assert [(end["ok"], end["more"]) for end in ends.values()] == [(False, more and go_on)] * (1 + (more and go_on))
 
 
-def test_an_end_is_an_error_where_functions_or_asserts_run(plain: ProcessSandbox) -> None:
+def test_an_end_is_an_error_where_functions_or_asserts_run(plain: Sandbox) -> None:
     for style, text in (("call", "[]"), ("assert", "f()")):
         end = ran(plain, "def f():\n    raise SystemExit(0)", text, style=style).ends[0]
         assert (end["ok"], end["detail"]) == (False, "SystemExit: 0")
 
 
-def test_where_tests_go_on_each_has_new_names(plain: ProcessSandbox) -> None:
+def test_where_tests_go_on_each_has_new_names(plain: Sandbox) -> None:
     source = "seen = []\ndef f():\n    seen.append(1)\n    return len(seen)"
     for go_on, second in ((False, "2"), (True, "1")):
         called = ran(plain, source, "[]", "[]", style="call", go_on=go_on).ends
@@ -140,13 +138,13 @@ def test_where_tests_go_on_each_has_new_names(plain: ProcessSandbox) -> None:
         assert [end["ok"] for end in asserted.values()] == [True, True]
 
 
-def test_a_process_whose_report_is_closed_tells_by_its_status(plain: ProcessSandbox) -> None:
+def test_a_process_whose_report_is_closed_tells_by_its_status(plain: Sandbox) -> None:
     for end, status in (("", 0), ("raise ValueError", 1 << 8)):
         found = ran(plain, f"import os\nos.closerange(3, 64)\nprint(5, flush=True)\n{end}", "", "")
         assert (found.status, found.ends, found.started, found.outputs) == (status, {}, 0, {0: b"5\n"})
 
 
-def test_a_child_without_tests_says_whether_tests_can_influence_each_other(plain: ProcessSandbox) -> None:
+def test_a_child_without_tests_says_whether_tests_can_influence_each_other(plain: Sandbox) -> None:
     for source, setup, independent in (
         ("print(input())", "", True),
         ("\ufeffprint(input())", "", True),
@@ -165,7 +163,7 @@ def test_a_child_without_tests_says_whether_tests_can_influence_each_other(plain
         assert runner._is_independent({"source": source, "setup": ""}) is False
 
 
-def test_the_first_child_compiles_for_all(plain: ProcessSandbox) -> None:
+def test_the_first_child_compiles_for_all(plain: Sandbox) -> None:
     """What it writes, no program can change.  A code that is too large for a file each child compiles anew."""
     with Job("print(1)", "", "") as job:
         assert job.run(plain).outputs == {0: b"1\n"}
@@ -211,7 +209,7 @@ sys.stdin = sys.stdout = sys.__stdin__ = None
 """
 
 
-def test_each_test_finds_the_process_as_the_first_did(plain: ProcessSandbox) -> None:
+def test_each_test_finds_the_process_as_the_first_did(plain: Sandbox) -> None:
     found = ran(plain, STATE, "same", "same", "same")
     assert [end["more"] for end in found.ends.values()] == [True] * 3
     first, second, third = (found.outputs[index].decode() for index in range(3))
@@ -226,12 +224,12 @@ def test_each_test_finds_the_process_as_the_first_did(plain: ProcessSandbox) -> 
     assert list(gone.outputs.values()) == [b"False\n"] * 2
 
 
-def test_what_a_test_could_not_print_before_its_end_is_still_its_own(plain: ProcessSandbox) -> None:
+def test_what_a_test_could_not_print_before_its_end_is_still_its_own(plain: Sandbox) -> None:
     source = "import threading\nprint(input())\nthreading._register_atexit(lambda: 1 / 0)"
     assert ran(plain, source, "a", "b", "c", go_on=True).outputs == {0: b"a\n", 1: b"b\n", 2: b""}
 
 
-def test_functions_and_asserts_have_empty_streams_and_the_program_s_module(plain: ProcessSandbox) -> None:
+def test_functions_and_asserts_have_empty_streams_and_the_program_s_module(plain: Sandbox) -> None:
     source = (
         "import ctypes, os, sys, __main__\ndef f():\n    import __main__ as again\n    signal = ctypes.c_int()\n"
         "    ctypes.CDLL(None).prctl(2, ctypes.byref(signal))\n    null, found = os.stat('/dev/null').st_rdev, []\n"
@@ -280,13 +278,13 @@ threading.Thread(target=late).start()
         ("import atexit\natexit.register(print, 'end')", "end"),
     ],
 )
-def test_what_a_program_does_at_its_end_counts(source: str, output: str, plain: ProcessSandbox) -> None:
+def test_what_a_program_does_at_its_end_counts(source: str, output: str, plain: Sandbox) -> None:
     found = ran(plain, source, "", "")
     assert [text.decode().strip() for text in found.outputs.values()] == [output] * 2
     assert [end["ok"] for end in found.ends.values()] == [True, True]
 
 
-def test_asserts_do_not_see_the_names_of_programs(plain: ProcessSandbox) -> None:
+def test_asserts_do_not_see_the_names_of_programs(plain: Sandbox) -> None:
     ends = ran(plain, "x = gcd(4, 6)", "assert x == 2", "gcd(1, 1)", "is_same_list(None, None)", style="assert").ends
     assert [end["detail"] for end in ends.values()] == ["", "NameError: name 'gcd' is not defined"]
 

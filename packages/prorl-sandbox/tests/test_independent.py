@@ -5,10 +5,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-
-from nemo_prorl.rewards.interface import Program, ProgramRun
-from nemo_prorl.rewards.sandbox.client import ProcessSandbox, _ProgramRun
-from nemo_prorl.rewards.sandbox.independent import independent
+from prorl_sandbox import Program, ProgramRun
+from prorl_sandbox.client import Sandbox, _ProgramRun
+from prorl_sandbox.independent import independent
 
 pytestmark = pytest.mark.starts
 
@@ -60,20 +59,20 @@ def test_programs_that_may_leave_something(source: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def box() -> Iterator[ProcessSandbox]:
-    sandbox = ProcessSandbox("full")
+def box() -> Iterator[Sandbox]:
+    sandbox = Sandbox("full")
     sandbox.start()
     yield sandbox
     sandbox.close()
 
 
 def both(
-    box: ProcessSandbox, monkeypatch: pytest.MonkeyPatch, program: Program, expected: list[str]
+    box: Sandbox, monkeypatch: pytest.MonkeyPatch, program: Program, expected: list[str]
 ) -> tuple[ProgramRun, int, int]:
     """The run, equal with and without the reading of the source, and the children that each way took."""
-    real, children = ProcessSandbox.run_child, [0]
+    real, children = Sandbox.run_child, [0]
 
-    def counted(self: ProcessSandbox, *arguments: Any, **more: Any) -> Any:
+    def counted(self: Sandbox, *arguments: Any, **more: Any) -> Any:
         children[0] += 1
         return real(self, *arguments, **more)
 
@@ -84,7 +83,7 @@ def both(
         return [output is not None and passes(at, output) for at, output in enumerate(run.outputs)]
 
     with monkeypatch.context() as patch:
-        patch.setattr(ProcessSandbox, "run_child", counted)
+        patch.setattr(Sandbox, "run_child", counted)
         with_it = box.run(program, passes)
         taken = children[0]
         patch.setattr(_ProgramRun, "_ask_independent", lambda self, job, code: None)
@@ -109,13 +108,13 @@ INPUTS = tuple(str(n) for n in range(8))
     ids=["wrong", "half wrong", "raises late", "raises", "exits"],
 )
 def test_failing_tests_cost_little_and_count_the_same(
-    box: ProcessSandbox, monkeypatch: pytest.MonkeyPatch, source: str, most: int
+    box: Sandbox, monkeypatch: pytest.MonkeyPatch, source: str, most: int
 ) -> None:
     _, taken, without = both(box, monkeypatch, Program(source, "stdin", INPUTS), list(INPUTS))
     assert taken <= most < without
 
 
-def test_a_recursion_error_is_tried_alone(box: ProcessSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recursion_error_is_tried_alone(box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """How deep a stack may be can depend on what ran before."""
     source = "def f(n):\n    return f(n + 1)\nn = int(input())\nprint(n if n < 3 else f(0))"
     run, taken, _ = both(box, monkeypatch, Program(source, "stdin", INPUTS), list(INPUTS))
@@ -123,7 +122,7 @@ def test_a_recursion_error_is_tried_alone(box: ProcessSandbox, monkeypatch: pyte
     assert "RecursionError" in run.details[7]
 
 
-def test_functions_that_remember_are_judged_as_if_alone(box: ProcessSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_that_remember_are_judged_as_if_alone(box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     source = "seen = []\ndef f(n):\n    seen.append(n)\n    if n == 6:\n        raise KeyError(n)\n"
     source += "    return len(seen) + (n == 5)"
     program = Program(source, "call", tuple(f"[{n}]" for n in INPUTS), function="f")
@@ -132,9 +131,7 @@ def test_functions_that_remember_are_judged_as_if_alone(box: ProcessSandbox, mon
     assert taken < without
 
 
-def test_state_of_a_module_is_never_taken_for_the_programs_own(
-    box: ProcessSandbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_state_of_a_module_is_never_taken_for_the_programs_own(box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     source = (
         "import random\nrandom.seen = getattr(random, 'seen', 0) + 1\nprint(input() if random.seen == 1 else 'late')"
     )

@@ -21,9 +21,9 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nemo_prorl.rewards.sandbox import confine, kernel, shims
-from nemo_prorl.rewards.sandbox.runner import Files, InterpreterState, ProgramLimits, run_child
-from nemo_prorl.rewards.sandbox.syscalls import build_filter
+from prorl_sandbox import confine, kernel, shims
+from prorl_sandbox.runner import Files, InterpreterState, ProgramLimits, run_child
+from prorl_sandbox.syscalls import build_filter
 
 MAX_FDS, MESSAGE_BYTES = 250, 4096
 STACK_MB, THREAD_STACK_MB = 512, 8

@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from nemo_prorl.rewards.sandbox import kernel
+from prorl_sandbox import kernel
 
 
 def main(arguments: list[str]) -> None:

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from nemo_prorl.rewards.sandbox import prelude, shims
+from prorl_sandbox import prelude, shims
 
 
 def test_trees_and_lists_are_built_and_compared_by_shape_and_values() -> None:

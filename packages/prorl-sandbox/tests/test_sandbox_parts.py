@@ -16,14 +16,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
-
-from nemo_prorl.rewards import processes
-from nemo_prorl.rewards.interface import Program
-from nemo_prorl.rewards.sandbox import client, folders, kernel, zygote
-from nemo_prorl.rewards.sandbox.client import ProcessSandbox, SandboxFailure
-from nemo_prorl.rewards.sandbox.runner import ProgramLimits
+from prorl_sandbox import Program, Sandbox, SandboxFailure, client, folders, kernel, processes, zygote
+from prorl_sandbox.runner import ProgramLimits
 
 pytestmark = pytest.mark.starts
 
@@ -79,25 +74,33 @@ def test_a_report_of_many_lines_is_read_at_once() -> None:
 
 
 def test_threads_of_this_user_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    own, other = SimpleNamespace(real=os.getuid()), SimpleNamespace(real=os.getuid() + 1)
-    infos = [{"uids": own, "num_threads": 3}, {"uids": own, "num_threads": None}, {"uids": other, "num_threads": 5}]
-    infos += [{"uids": None, "num_threads": 7}, {"uids": own, "num_threads": 4}]
-    monkeypatch.setattr("psutil.process_iter", lambda _: [SimpleNamespace(info=info) for info in infos])
-    folders._tasks.cache_clear()
-    assert folders.tasks_of_user() == 7
-    folders._tasks.cache_clear()
-    child = subprocess.Popen(["sleep", "60"])
+    own, child = os.getuid(), subprocess.Popen(["sleep", "60"])
+    assert processes._uid_and_threads(child.pid) == (own, 1)
+    ended = threading.Event()
+    threads = [threading.Thread(target=ended.wait) for _ in range(2)]
+    before = processes._uid_and_threads(os.getpid())[1]
+    for thread in threads:
+        thread.start()
+    assert processes._uid_and_threads(os.getpid()) == (own, before + 2)
+    ended.set()
+    counts = {"1": (own, 3), "2": (-1, 0), "30": (own + 1, 5), "4": (own, 4)}
+    with monkeypatch.context() as patched:
+        patched.setattr("os.listdir", lambda _: [*counts, "self", "sys"])
+        patched.setattr(processes, "_uid_and_threads", lambda pid: counts[str(pid)])
+        processes._tasks.cache_clear()
+        assert processes.tasks_of_user() == 7
+    processes._tasks.cache_clear()
     pidfd = os.pidfd_open(child.pid)
-    assert (folders.pid_behind(pidfd), folders.threads_behind(pidfd)) == (child.pid, 1)
+    assert (processes.pid_behind(pidfd), processes.threads_behind(pidfd)) == (child.pid, 1)
     child.kill()
     child.wait()
-    assert folders.threads_behind(pidfd) == 0
+    assert processes.threads_behind(pidfd) == 0
     os.close(pidfd)
 
 
 def test_threads_are_limited_by_the_kernel_where_the_user_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folders, "tasks_of_user", lambda: 100)
-    sandbox = ProcessSandbox("reduced")
+    monkeypatch.setattr(processes, "tasks_of_user", lambda: 100)
+    sandbox = Sandbox("reduced")
     sandbox.layers = {"identity": True}
     assert (sandbox._watches, sandbox._thread_limit()) == (False, client.THREADS)
     sandbox.layers = {"identity": False}
@@ -127,13 +130,13 @@ def test_a_kill_by_others_is_the_program_s_fault_where_a_known_program_runs(
 
 
 def test_deleted_files_are_limited_by_the_descriptors_where_the_kernel_does_not_limit_the_disk() -> None:
-    assert ProcessSandbox("full")._descriptor_limit(13, 1) == 512
-    limited = ProcessSandbox("reduced")._descriptor_limit
+    assert Sandbox("full")._descriptor_limit(13, 1) == 512
+    limited = Sandbox("reduced")._descriptor_limit
     assert [limited(13, 1), limited(13, 4), limited(13, 16), limited(500, 1)] == [272, 80, 48, 512]
 
 
 def test_a_sandbox_process_that_does_not_answer_is_broken() -> None:
-    sandbox = ProcessSandbox("none")
+    sandbox = Sandbox("none")
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sandbox._socket = ours
     with ours:
@@ -153,13 +156,13 @@ def test_a_program_that_breaks_the_sandbox_twice_has_failed(monkeypatch: pytest.
         broken.append(1)
         raise client._Broken("it ended")
 
-    sandbox = ProcessSandbox("none")
+    sandbox = Sandbox("none")
     monkeypatch.setattr(client._ProgramRun, "result", breaks)
-    monkeypatch.setattr(ProcessSandbox, "start", lambda _: None)
+    monkeypatch.setattr(Sandbox, "start", lambda _: None)
     with pytest.raises(SandboxFailure, match="fails to run a trivial test program"):
         sandbox.run(Program("", "stdin", ("", "")), lambda *_: True)
     assert len(broken) == 3  # twice, and the known program
-    monkeypatch.setattr(ProcessSandbox, "is_sound", lambda _: True)
+    monkeypatch.setattr(Sandbox, "is_sound", lambda _: True)
     run = sandbox.run(Program("", "stdin", ("", "")), lambda *_: True)
     assert run.outputs == (None, None)
     assert run.details == ("the sandbox's process ended twice on this program",) * 2
@@ -179,7 +182,7 @@ def test_the_caller_keeps_its_stack_and_no_folder() -> None:
     """Programs have a large stack, for deep recursion."""
     soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
     source = "import resource\nprint(resource.getrlimit(resource.RLIMIT_STACK)[0])"
-    sandbox, small = ProcessSandbox("none"), 4 << 20
+    sandbox, small = Sandbox("none"), 4 << 20
     try:
         resource.setrlimit(resource.RLIMIT_STACK, (small, hard))
         run = sandbox.run(Program(source, "stdin", ("",)), lambda *_: True)
@@ -203,7 +206,7 @@ def test_a_sandbox_process_that_cannot_begin_says_why(
     level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(folders, "make", lambda: str(tmp_path / "absent"))
-    sandbox = ProcessSandbox(level, tmp_mb=-1)  # which no file system takes
+    sandbox = Sandbox(level, tmp_mb=-1)  # which no file system takes
     with pytest.raises(client._Broken, match="absent" if level == "none" else "mount"):
         sandbox._start()
     assert sandbox._process is not None
@@ -220,9 +223,9 @@ def test_a_child_with_too_many_threads_is_killed_and_its_waiting_is_told(
 
     def threads_behind(fd: int) -> int:
         looked.set()
-        return threads if folders.pid_behind(fd) == program.pid else 0
+        return threads if processes.pid_behind(fd) == program.pid else 0
 
-    monkeypatch.setattr(folders, "threads_behind", threads_behind)
+    monkeypatch.setattr(processes, "threads_behind", threads_behind)
     monkeypatch.setattr(processes, "queued_s", lambda pid: 0.5 if pid == program.pid else 0.0)
     replies: list[Any] = []
 
@@ -237,7 +240,7 @@ def test_a_child_with_too_many_threads_is_killed_and_its_waiting_is_told(
         theirs.send(json.dumps({"status": 9, "killed": None, "used_s": 1.5, "queued_s": 0.25}).encode())
 
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sandbox, keeper, files = ProcessSandbox("none"), threading.Thread(target=keep), os.listdir("/proc/self/fd")
+    sandbox, keeper, files = Sandbox("none"), threading.Thread(target=keep), os.listdir("/proc/self/fd")
     sandbox._socket = ours
     with ours, theirs:
         keeper.start()
@@ -266,12 +269,14 @@ def test_memory_files_are_read_from_their_begin_and_cannot_be_changed() -> None:
 
 def test_folders_of_ended_processes_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    gone = subprocess.Popen(["true"])
+    before = time.clock_gettime(time.CLOCK_BOOTTIME)
+    gone = subprocess.Popen(["sleep", "60"])
+    after = time.clock_gettime(time.CLOCK_BOOTTIME)
+    assert before - 0.02 < int(processes.started(gone.pid)) / os.sysconf("SC_CLK_TCK") <= after
+    gone.kill()
     gone.wait()
-    own, since = folders.make(), folders._started(os.getpid())
-    born = psutil.boot_time() + int(since) / os.sysconf("SC_CLK_TCK")
-    assert born == pytest.approx(psutil.Process().create_time(), abs=2.0)
-    assert folders._started(gone.pid) == ""
+    own, since = folders.make(), processes.started(os.getpid())
+    assert processes.started(gone.pid) == ""
     assert Path(own).name.startswith(f"prorl-box-{os.getpid()}-{since}-")
     left = [f"{gone.pid}-{since}-x", f"{os.getpid()}-1-x", f"x{os.getpid()}-{since}-x", ""]
     for name in ("other", f"{os.getpid()}-1-x", *(f"prorl-box-{name}" for name in left)):

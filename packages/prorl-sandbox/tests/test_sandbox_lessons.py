@@ -6,15 +6,13 @@ import os
 from typing import Any
 
 import pytest
-
-from nemo_prorl.rewards.interface import Program
-from nemo_prorl.rewards.sandbox import kernel, levels
-from nemo_prorl.rewards.sandbox.client import ProcessSandbox
+from prorl_sandbox import Program, kernel, levels
+from prorl_sandbox.client import Sandbox
 
 pytestmark = pytest.mark.starts
 
 
-def test_a_process_of_the_host_cannot_be_found_by_its_number(box: ProcessSandbox) -> None:
+def test_a_process_of_the_host_cannot_be_found_by_its_number(box: Sandbox) -> None:
     ways = ("os.getpgid(pid)", "os.getsid(pid)", "os.getpriority(0, pid)", "time.clock_gettime((~pid << 3) | 2)")
     source = (
         "import os, time\nway, pid = input().split(';')\npid = int(pid)\n"
@@ -25,14 +23,14 @@ def test_a_process_of_the_host_cannot_be_found_by_its_number(box: ProcessSandbox
     assert {output and output.strip() for output in run.outputs} <= refused
 
 
-def test_own_clocks_and_groups_can_be_asked_for(box: ProcessSandbox) -> None:
+def test_own_clocks_and_groups_can_be_asked_for(box: Sandbox) -> None:
     source = "import os, time\nos.getsid(0), os.getpgid(os.getpid()), os.getpriority(0, 0)\n" + (
         "for clock in (0, 1, 2, 3, 4, 7):\n    time.clock_gettime(clock)\nprint('fine')\n"
     )
     assert box.run(Program(source, "stdin", ("",)), lambda *_: True).outputs == (b"fine\n",)
 
 
-def test_repeats_take_what_time_the_tests_left(box: ProcessSandbox) -> None:
+def test_repeats_take_what_time_the_tests_left(box: Sandbox) -> None:
     """Six tests of 0.5 s, of which five are right only alone: 2.5 s more, within the limit and a half."""
     source = "import heapq, time\ntime.sleep(0.5)\nprint(getattr(heapq, 'again', 0))\nheapq.again = 1\n"
     program = Program(source, "stdin", ("",) * 6, time_limit_s=5.0)
@@ -40,7 +38,7 @@ def test_repeats_take_what_time_the_tests_left(box: ProcessSandbox) -> None:
     assert run.outputs == (b"0\n",) * 6
 
 
-def test_large_outputs_that_are_wrong_are_not_kept(box: ProcessSandbox) -> None:
+def test_large_outputs_that_are_wrong_are_not_kept(box: Sandbox) -> None:
     program = Program("print('x' * (3 << 20))", "stdin", ("1", "2"), output_mb=16)
     assert box.run(program, lambda *_: False).outputs == (None, None)
     assert [len(output or b"") for output in box.run(program, lambda *_: True).outputs] == [(3 << 20) + 1] * 2
@@ -88,12 +86,12 @@ FILE = "import inspect\ndef f(): pass\nprint(inspect.getsource(f) == 'def f(): p
         ),
     ],
 )
-def test_an_honest_program_runs_as_it_would_alone(box: ProcessSandbox, source: str, output: str) -> None:
+def test_an_honest_program_runs_as_it_would_alone(box: Sandbox, source: str, output: str) -> None:
     run = box.run(Program(source, "stdin", ("in", "in")), lambda *_: True)
     assert run.outputs == (output.encode(),) * 2, run.details
 
 
-def test_the_result_of_a_function_is_json_of_its_value(box: ProcessSandbox) -> None:
+def test_the_result_of_a_function_is_json_of_its_value(box: Sandbox) -> None:
     def deep(levels: int) -> Any:
         return [deep(levels - 1)] if levels else 0
 
@@ -122,13 +120,13 @@ def test_the_result_of_a_function_is_json_of_its_value(box: ProcessSandbox) -> N
     assert missing.details == ("NameError: the program has no function 'f'",)
 
 
-def test_a_setup_runs_once_and_after_the_program_if_it_needs_its_names(box: ProcessSandbox) -> None:
+def test_a_setup_runs_once_and_after_the_program_if_it_needs_its_names(box: Sandbox) -> None:
     for setup, output in (("print('set')", b"set\nran\n"), ("print(f())", b"ran\n5\n")):
         program = Program("def f():\n    return 5\nprint('ran')", "stdin", ("",), setup=setup)
         assert box.run(program, lambda *_: True).outputs == (output,)
 
 
-def test_a_program_has_limits_that_it_cannot_raise(box: ProcessSandbox) -> None:
+def test_a_program_has_limits_that_it_cannot_raise(box: Sandbox) -> None:
     names = ["AS", "CORE", "CPU", "FSIZE", "MEMLOCK", "MSGQUEUE", "NOFILE", "NPROC", "RTPRIO"]
     source = (
         "import resource as r\nfor name in input().split():\n"
@@ -143,7 +141,7 @@ def test_a_program_has_limits_that_it_cannot_raise(box: ProcessSandbox) -> None:
 
 
 def test_a_new_sandbox_bears_no_mark_and_counts_threads_where_the_kernel_does_not_limit_them() -> None:
-    sandbox = ProcessSandbox("none")
+    sandbox = Sandbox("none")
     try:
         look = "import os\nprint(os.stat('.').st_mtime, os.listdir('.'))"
         assert sandbox.run(Program(look, "stdin", ("",)), lambda *_: True).outputs == (b"0.0 []\n",)
@@ -153,7 +151,7 @@ def test_a_new_sandbox_bears_no_mark_and_counts_threads_where_the_kernel_does_no
     assert (run.outputs, run.details) == ((None,), ("over the limit of threads",))
 
 
-def test_the_layers_are_those_of_the_level_and_this_user(box: ProcessSandbox) -> None:
+def test_the_layers_are_those_of_the_level_and_this_user(box: Sandbox) -> None:
     full = box.level == "full"
     assert box.layers == {
         "namespaces": full,

@@ -118,7 +118,7 @@ def set_correction(made: Converted, key: str, method: str, floor: Any, cap: Any)
 
 def tell_cispo(made: Converted, key: str) -> None:
     """Tell that the other trainer's CISPO also has a lower bound, if a ratio can be below it."""
-    if made.overrides[LOSS] == "cispo" and (made.overrides.get(CLIP_LOW) or 0) < 1:
+    if made.overrides.get(LOSS) == "cispo" and (made.overrides.get(CLIP_LOW) or 0) < 1:
         made.differs.append(f"{key}: ratios below 1 - clip_low are raised to it there; cispo has no lower bound here")
 
 

@@ -113,16 +113,7 @@ def _is_usable(theirs: str, ours: str, value: Any, made: Converted) -> bool:
 def _sort_rest(made: Converted, named: Mapping[str, Any], trainer: str) -> None:
     """Sort the settings that no rule took into differences, settings that need no override, and those left over."""
     tables = table(trainer)
-    for key, (*same, text) in tables["neutral"].items():
-        if key not in made.rest:
-            continue
-        value = made.take(key)
-        if isinstance(value, Expression):
-            made.unknown[key] = f"{key}={value} has no value here; unless it is {same[0]}: {text}"
-        elif value in same:
-            made.needless += [f"{key}={value}"] if key in named else []
-        else:
-            made.differs.append(f"{key}={str(value)[:60]}{'' if key in named else ' (the default)'}: {text}")
+    _sort_neutral(made, named, tables)
     for key in list(made.rest):
         value, last = made.take(key), key.rsplit(".", 1)[-1]
         if last in _EPOCHS and STEPS not in made.overrides | made.unknown:
@@ -139,6 +130,19 @@ def _sort_rest(made: Converted, named: Mapping[str, Any], trainer: str) -> None:
         elif value is not None:
             made.left[key] = value
     made.needless = list(dict.fromkeys(made.needless))
+
+
+def _sort_neutral(made: Converted, named: Mapping[str, Any], tables: Mapping[str, Any]) -> None:
+    for key, (*same, text) in tables["neutral"].items():
+        if key not in made.rest:
+            continue
+        value = made.take(key)
+        if isinstance(value, Expression):
+            made.unknown[key] = f"{key}={value} has no value here; unless it is {same[0]}: {text}"
+        elif value in same:
+            made.needless += [f"{key}={value}"] if key in named else []
+        else:
+            made.differs.append(f"{key}={str(value)[:60]}{'' if key in named else ' (the default)'}: {text}")
 
 
 def _mistake(key: str, trainer: str) -> str | None:

@@ -189,13 +189,13 @@ def _trl_rewards(made: Converted) -> None:
         " docs/howto/reward_server.md"
         for one in models
     ]
-    has_weights = isinstance(weights, list) and len(weights) == len(found)
-    pairs = zip(found, weights if has_weights else [1] * len(found), strict=True)
+    values = weights if isinstance(weights, list) and len(weights) == len(found) else None
+    pairs = zip(found, values or [1] * len(found), strict=True)
     used = {name: weight for name, weight in pairs if name not in models}
     if not used:
         return
     names = [name.rsplit(".", 1)[-1] if re.fullmatch(r"[\w.]+", name) else "FUNCTION" for name in used]
-    factors = [f"*{weight:g}" if has_weights else "" for weight in used.values()]
+    factors = [f"*{weight:g}" if values else "" for weight in used.values()]
     parts = [f"FILE.py:{name}{factor}" for name, factor in zip(names, factors, strict=True)]
     given = [f"reward_funcs=[{', '.join(names)}]" if len(found) > 1 else f"reward_funcs={names[0]}"]
     given += [f"reward_weights={made.take('reward_weights')}"] if weights is not None else []
@@ -203,7 +203,7 @@ def _trl_rewards(made: Converted) -> None:
         f"reward ({', '.join(given)}): add 'rewards.functions.TASK={' + '.join(parts)}', with functions of one"
         ' response made as in docs/howto/reward_function.md, "A reward function of TRL"'
     )
-    total = f"{sum(used.values()):g}" if has_weights or weights is None else "the sum of reward_weights"
+    total = f"{sum(used.values()):g}" if values or weights is None else "the sum of reward_weights"
     if total == "1":
         return
     text = f"reward_funcs: a sum of rewards becomes a mean: divided by {total}"

@@ -37,10 +37,10 @@ def run(args: argparse.Namespace) -> int:
             f" ({', '.join(keys[:3])}). Fix: prorl convert {other} {shlex.quote(str(args.file))}"
         )
     made = convert(args.trainer, given)
-    if len(made.left) == len(given):
+    if len(made.left) + len(made.misspelt) == len(given):
         raise ConfigError(f"{args.file}: expected settings of {TITLES[args.trainer]}; got only unknown settings")
     sys.stdout.write(text(made, TITLES[args.trainer]))
-    return 2 if made.unknown else 0
+    return 2 if made.unknown or made.misspelt else 0
 
 
 def text(made: Converted, title: str) -> str:
@@ -52,6 +52,7 @@ def text(made: Converted, title: str) -> str:
     words = [shlex.quote(f"{key}={_value(value)}") for key, value in sorted(made.overrides.items())]
     lines = [" \\\n    ".join(["prorl train cluster=h100_4x8", *words])]
     lines += _section("set this yourself:", [f"{key}: {why}" for key, why in made.unknown.items()])
+    lines += _section(f"unknown to {title}:", [f"{key}: {meant}" for key, meant in made.misspelt.items()])
     lines += _section(f"not the same as in {title}:", made.differs)
     lines += [f"# {note}" for note in made.notes]
     if made.needless:

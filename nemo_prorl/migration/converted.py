@@ -7,7 +7,8 @@ from typing import Any
 GRPO = "trainer.grpo"
 PROMPTS, GROUP, UPDATES = (f"{GRPO}.{key}" for key in ("prompts_per_step", "samples_per_prompt", "updates_per_step"))
 CONTEXT, RESPONSE, PROMPT = f"{GRPO}.context_tokens", f"{GRPO}.max_response_tokens", "data.max_prompt_tokens"
-ADVANTAGE, AGGREGATION = f"{GRPO}.advantage", f"{GRPO}.aggregation"
+ADVANTAGE, AGGREGATION, LOSS = (f"{GRPO}.{key}" for key in ("advantage", "aggregation", "loss"))
+CLIP_LOW, CLIP_HIGH, DUAL_CLIP = (f"{GRPO}.{key}" for key in ("clip_low", "clip_high", "dual_clip"))
 KL, ESTIMATOR, ENTROPY = f"{GRPO}.kl_coef", f"{GRPO}.kl_estimator", f"{GRPO}.entropy_coef"
 CORRECTION, SAMPLING = f"{GRPO}.correction", f"{GRPO}.dynamic_sampling"
 STEPS, LR, SCHED = f"{GRPO}.max_steps", "model.optim.lr", "model.optim.sched"
@@ -24,6 +25,7 @@ class Converted:
         differs: sentences about what is not the same here.
         notes: sentences about what else the user must look at.
         needless: settings that need no override, as KEY=VALUE.
+        misspelt: {key that the other trainer does not know: the key that may be meant}.
         left: {key of the other trainer: value} of the settings without a counterpart.
     """
 
@@ -33,6 +35,7 @@ class Converted:
     differs: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     needless: list[str] = field(default_factory=list)
+    misspelt: dict[str, str] = field(default_factory=dict)
     left: dict[str, Any] = field(default_factory=dict)
 
     def take(self, key: str, default: Any = None) -> Any:
@@ -41,6 +44,8 @@ class Converted:
 
     def choose(self, ours: str, key: str, value: Any, known: Mapping[str, str], nearest: str) -> None:
         """Set `ours` to this project's name for the method `value` of the other trainer, or to the `nearest`."""
+        if ours in self.unknown:
+            return
         self.overrides[ours] = known.get(str(value), nearest)
         if str(value) not in known:
             self.differs.append(f"{key}={value} has no counterpart; {ours}={nearest} is set in its place")
@@ -66,9 +71,9 @@ def set_updates(made: Converted, responses_per_update: Any, what: str) -> None:
 
 
 def set_clip(made: Converted, low: Any, high: Any) -> None:
-    made.overrides |= {f"{GRPO}.clip_low": low, f"{GRPO}.clip_high": high}
+    made.overrides |= {CLIP_LOW: low, CLIP_HIGH: high}
     if isinstance(low, int | float) and low > 1:
-        made.overrides[f"{GRPO}.clip_low"] = 1
+        made.overrides[CLIP_LOW] = 1
         made.notes.append(f"the lower clip range {low} is written as 1: no ratio is below 0")
 
 
@@ -111,9 +116,10 @@ def set_correction(made: Converted, key: str, method: str, floor: Any, cap: Any)
         made.differs.append(f"{key}: {difference}")
 
 
-def set_without_std(made: Converted, key: str) -> None:
-    made.overrides[ADVANTAGE] = "leave_one_out"
-    made.differs.append(f"{key}: leave_one_out is the same but for the factor G / (G - 1), with G responses per prompt")
+def tell_cispo(made: Converted, key: str) -> None:
+    """Tell that the other trainer's CISPO also has a lower bound, if a ratio can be below it."""
+    if made.overrides.get(LOSS) == "cispo" and (made.overrides.get(CLIP_LOW) or 0) < 1:
+        made.differs.append(f"{key}: ratios below 1 - clip_low are raised to it there; cispo has no lower bound here")
 
 
 def tell_constant(made: Converted, key: str, value: Any, length: str) -> None:

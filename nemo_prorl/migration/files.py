@@ -98,19 +98,24 @@ def _leaves(tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _of_python(text: str) -> Iterator[tuple[str, Any]]:
-    """Yield the named arguments of each call whose name ends in GRPOConfig or GRPOTrainer.
+    """Yield the named arguments of each call whose name ends in GRPOConfig or GRPOTrainer, and a LoraConfig.
 
-    A value that does not follow from literals of the file is an `Expression`.
+    A value that does not follow from literals of the file is an `Expression`, and so are all reward functions: there a
+    text is the name of a model.
     """
     tree = ast.parse(text)
     fold = _Fold(tree)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("GRPOConfig", "GRPOTrainer")):
+        name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+        if name.endswith("LoraConfig"):
+            yield "peft_config", Expression(ast.unparse(node))
+        if isinstance(node, ast.Call) and name.endswith(("GRPOConfig", "GRPOTrainer")):
             for keyword in node.keywords:
                 if keyword.arg == "args":  # the GRPOConfig itself
                     continue
                 try:
-                    yield keyword.arg or "**", fold.value(keyword.value)
+                    value = fold.value(keyword.value)
+                    yield keyword.arg or "**", Expression(repr(value)) if keyword.arg == "reward_funcs" else value
                 except ValueError:
                     yield keyword.arg or "**", Expression(ast.unparse(keyword.value))
 

@@ -40,9 +40,18 @@ _MORE = {  # short and common forms
 
 @functools.cache
 def table(trainer: str) -> dict[str, Any]:
-    """Return the table of a trainer: `keys`, `derived`, `defaults`, `aliases`, `neutral`, `ignored` and `source`."""
+    """Return the table of a trainer: its file, with `aliases` empty if the file has none."""
     found: dict[str, Any] = yaml.safe_load((files(__package__) / f"{trainer}.yaml").read_text(encoding="utf-8"))
     return {"aliases": {}, **found}
+
+
+@functools.cache
+def known(trainer: str) -> tuple[set[str], set[str]]:
+    """Return the names of which a trainer's dotted keys consist, and those of its sections with keys of any name."""
+    tables = table(trainer)
+    keys = [*tables["keys"], *tables["derived"], *tables["defaults"], *tables["neutral"], *tables["ignored"]]
+    keys += [name for pair in tables["aliases"].items() for name in pair]
+    return {part for key in keys for part in key.split(".")} | set(tables["known"].split()), set(tables["free"].split())
 
 
 @functools.cache

@@ -5,6 +5,7 @@ the other trainer's defaults.  So a number that the file leaves out becomes an o
 """
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from fnmatch import fnmatch
 from typing import Any
 
@@ -12,22 +13,27 @@ from nemo_prorl.errors import ConfigError
 from nemo_prorl.migration.converted import (
     ADVANTAGE,
     AGGREGATION,
+    CLIP_HIGH,
+    CLIP_LOW,
     CONTEXT,
     CORRECTION,
+    DUAL_CLIP,
     ENTROPY,
     ESTIMATOR,
     GROUP,
     GRPO,
     KL,
+    LOSS,
     PROMPT,
     PROMPTS,
     RESPONSE,
     SAMPLING,
     SCHED,
+    STEPS,
     UPDATES,
     Converted,
 )
-from nemo_prorl.migration.names import table
+from nemo_prorl.migration.names import known, meant, table
 from nemo_prorl.migration.shell import Expression
 from nemo_prorl.migration.trainers import RULES
 
@@ -37,13 +43,14 @@ _PROMPT_ROOM = 1024  # tokens of the context for prompts, where the other traine
 # What decides the algorithm: if no rule could set one of these, the user must.
 _DECIDE = {
     "model.optim.lr", "model.optim.weight_decay", "model.optim.betas", "model.optim.eps", "trainer.gradient_clip_val",
-    f"{GRPO}.temperature", f"{GRPO}.clip_low", f"{GRPO}.clip_high", f"{GRPO}.dual_clip", KL, ESTIMATOR, ENTROPY,
+    f"{GRPO}.temperature", LOSS, CLIP_LOW, CLIP_HIGH, DUAL_CLIP, KL, ESTIMATOR, ENTROPY,
     ADVANTAGE, AGGREGATION, PROMPTS, GROUP, UPDATES, CONTEXT, RESPONSE, PROMPT, f"{CORRECTION}.kind",
     f"{SAMPLING}.enabled", f"{SCHED}.name",
 }  # fmt: skip
-_NULLABLE = {f"{GRPO}.dual_clip", RESPONSE, PROMPT}
+_NULLABLE = {DUAL_CLIP, RESPONSE, PROMPT}
 _PERIODS = {f"{GRPO}.{key}" for key in ("checkpoint_every", "keep_checkpoints", "keep_best", "validate_every")}
 _EPOCHS = "total_epochs", "num_train_epochs", "num_episodes", "max_num_epochs"
+_MODEL = "pretrained_checkpoint.restore_from_path"
 _RECOMPUTE = "enable_gradient_checkpointing", "gradient_checkpointing", "gradient_checkpointing_enable"
 
 
@@ -72,8 +79,11 @@ def convert(trainer: str, given: Mapping[str, Any]) -> Converted:
     _devices(made)
     for ours in sorted(_DECIDE - made.overrides.keys() - made.unknown.keys()):
         made.unknown[ours] = "it follows from a setting that has no value here"
+    if _MODEL not in made.overrides:
+        key = next(theirs for theirs, ours in tables["keys"].items() if ours == _MODEL)
+        made.unknown.setdefault(_MODEL, f"the file has no model ({key})")
     made.overrides = {key: value for key, value in made.overrides.items() if key not in made.unknown}
-    _sort_rest(made, named, tables)
+    _sort_rest(made, named, trainer)
     made.notes.append(f"what the file leaves out has the defaults of {tables['source']}")
     if "run_dir" not in made.overrides | made.unknown:
         made.notes.append("run_dir=DIR names the folder of the run; without it, the folder is runs/laptop")
@@ -94,14 +104,36 @@ def _plain(value: Any) -> Any:
 
 
 def _is_usable(theirs: str, ours: str, value: Any, made: Converted) -> bool:
-    if ours in _PERIODS and isinstance(value, int | float) and value < 1:
-        made.notes.append(f"{theirs}={value} means never; here {ours} keeps its own value")
+    if ours in _PERIODS | {STEPS} and isinstance(value, int | float) and value < 1:
+        means = f"is a share of all steps: set {ours}" if value > 0 else f"means never; here {ours} keeps its own value"
+        made.notes += [f"{theirs}={value} {means}"] if ours != STEPS else []  # the epochs decide
         return False
     return value is not None or ours in _NULLABLE
 
 
-def _sort_rest(made: Converted, named: Mapping[str, Any], tables: Mapping[str, Any]) -> None:
+def _sort_rest(made: Converted, named: Mapping[str, Any], trainer: str) -> None:
     """Sort the settings that no rule took into differences, settings that need no override, and those left over."""
+    tables = table(trainer)
+    _sort_neutral(made, named, tables)
+    for key in list(made.rest):
+        value, last = made.take(key), key.rsplit(".", 1)[-1]
+        if last in _EPOCHS and STEPS not in made.overrides | made.unknown:
+            default = "" if key in named else " (the default)"
+            made.notes.append(f"{key}={value}{default}: set {STEPS}; how many steps this is depends on the data")
+        elif key not in named:
+            continue
+        elif (mistake := _mistake(key, trainer)) is not None:
+            made.misspelt[f"{key}={value}"] = mistake
+        elif last in _RECOMPUTE:
+            made.notes.append(f"{key}={value}: add +model.activations_checkpoint_granularity=full if memory is short")
+        elif group := next((one for one in tables["ignored"] if last == one or fnmatch(key, one)), None):
+            made.needless += [f"{key}={value}" if group == last else group]
+        elif value is not None:
+            made.left[key] = value
+    made.needless = list(dict.fromkeys(made.needless))
+
+
+def _sort_neutral(made: Converted, named: Mapping[str, Any], tables: Mapping[str, Any]) -> None:
     for key, (*same, text) in tables["neutral"].items():
         if key not in made.rest:
             continue
@@ -112,17 +144,21 @@ def _sort_rest(made: Converted, named: Mapping[str, Any], tables: Mapping[str, A
             made.needless += [f"{key}={value}"] if key in named else []
         else:
             made.differs.append(f"{key}={str(value)[:60]}{'' if key in named else ' (the default)'}: {text}")
-    for key in [one for one in made.rest if one in named]:
-        value, last = made.take(key), key.rsplit(".", 1)[-1]
-        if last in _RECOMPUTE:
-            made.notes.append(f"{key}={value}: add +model.activations_checkpoint_granularity=full if memory is short")
-        elif last in _EPOCHS and f"{GRPO}.max_steps" not in made.overrides:
-            made.notes.append(f"{key}={value}: set {GRPO}.max_steps; how many steps this is depends on the data")
-        elif group := next((one for one in tables["ignored"] if last == one or fnmatch(key, one)), None):
-            made.needless += [f"{key}={value}" if group == last else group]
-        elif value is not None:
-            made.left[key] = value
-    made.needless = list(dict.fromkeys(made.needless))
+
+
+def _mistake(key: str, trainer: str) -> str | None:
+    """Return what to say of a key with a part that the other trainer does not know; None if it knows all parts."""
+    names, free = known(trainer)
+    if "." not in key and trainer in ("verl", "nemo_rl"):  # a flag of another command of the script
+        return None
+    for part in key.split("."):
+        if part in free:  # anything may be below it
+            return None
+        if part not in names:
+            ours, keys = meant(key), table(trainer)["keys"] | table(trainer)["derived"]
+            near = [theirs for theirs, one in keys.items() if one == ours] or get_close_matches(part, sorted(names), 1)
+            return f"did you mean {near[0]}?" if near else "no such setting"
+    return None
 
 
 def _devices(made: Converted) -> None:

@@ -95,7 +95,8 @@ def _of_command(words: list[str], known: dict[str, str], is_certain: bool) -> It
         return
     words = words[: next((at for at, word in enumerate(words) if re.match(r"\d?[<>]", word)), None)]
     program = next((at for at, word in enumerate(words) if re.search(r"(^|/)python[\d.]*$|\.py$", word)), -1)
-    yield from _of_words(words[program + 1 :])
+    if program >= 0 or words[:1] != ["ray"]:  # `ray start` has flags of its own
+        yield from _of_words(words[program + 1 :])
 
 
 def _of_words(words: list[str]) -> Iterator[tuple[str, Any]]:

@@ -3,17 +3,21 @@
 import ast
 import re
 from collections.abc import Callable
+from typing import Any
 
 from nemo_prorl.migration.converted import (
     ADVANTAGE,
     AGGREGATION,
+    CLIP_HIGH,
     CONTEXT,
     CORRECTION,
+    DUAL_CLIP,
     ENTROPY,
     ESTIMATOR,
     GROUP,
     GRPO,
     KL,
+    LOSS,
     PROMPT,
     PROMPTS,
     RESPONSE,
@@ -28,7 +32,7 @@ from nemo_prorl.migration.converted import (
     set_kl_of_rewards,
     set_updates,
     set_wandb,
-    set_without_std,
+    tell_cispo,
     tell_constant,
     tell_data,
     tell_token_weights,
@@ -50,35 +54,26 @@ _UPDATE_COUNTS += ["trainer.resets.every", f"{SCHED}.warmup_steps"]
 
 def _trl(made: Converted) -> None:
     take = made.take
-    low, high = take("epsilon"), take("epsilon_high")
-    set_clip(made, low, low if high is None else high)
+    _trl_loss(made)
     made.overrides["model.optim.betas"] = [take("adam_beta1"), take("adam_beta2")]
     made.overrides[ESTIMATOR] = "k3"
     made.overrides[f"{SAMPLING}.enabled"] = False
     if "wandb" in str(take("report_to", "")):
         set_wandb(made)
     scale = str(take("scale_rewards")).lower()
-    if scale in ("false", "none"):
-        set_without_std(made, f"scale_rewards={scale}")
-    else:
-        made.overrides[ADVANTAGE] = "reinforce_pp_baseline" if scale == "batch" else "group_norm"
+    scales = {"false": "mean_only", "none": "mean_only", "batch": "reinforce_pp_baseline"}
+    made.overrides[ADVANTAGE] = scales.get(scale, "group_norm")
     if scale == "batch":
         made.differs.append("scale_rewards=batch: divided by the std of the rewards there, of the differences here")
-    kind = take("loss_type")
-    known = {"grpo": "sequence", "bnpo": "token", "dapo": "token", "dr_grpo": "constant"}
-    made.choose(AGGREGATION, "loss_type", kind, known, "sequence" if kind in ("sapo", "luspo") else "token")
-    tell_constant(made, "loss_type", kind, "max_completion_length")
-    if kind == "bnpo":
-        made.differs.append("loss_type=bnpo: the mean over tokens is that of a process there, that of the update here")
     if (model := take("model")) is not None:
         made.overrides.setdefault("pretrained_checkpoint.restore_from_path", model)
     if (length := take("vllm_max_model_length")) is not None:
         made.overrides[CONTEXT] = length
     trl_schedule(made)  # in TRL's steps, of which `_trl_batch` makes steps of here
+    _trl_reference(made)
     _trl_batch(made)
     tell_updates(made, "lr_scheduler_type")
     _trl_engine(made)
-    _trl_reference(made)
     if take("use_adaptive_entropy"):
         entropy = f"{GRPO}.adaptive_entropy"
         names = {"target": "entropy_target", "step": "entropy_coef_delta", "maximum": "entropy_coef_max"}
@@ -88,8 +83,39 @@ def _trl(made: Converted) -> None:
         made.overrides[ENTROPY] = 0
     if take("bf16"):
         set_bf16(made)
+    if (lora := take("peft_config")) is not None:
+        made.differs.append(f"peft_config={lora}: all weights are trained here")
+    if (more := take("**")) is not None:
+        made.unknown[f"**{more}"] = "the settings of this mapping have no value here"
     _trl_rewards(made)
     tell_data(made, "train_dataset", "eval_dataset", "dataset_name", "dataset_config")
+
+
+def _trl_loss(made: Converted) -> None:
+    kind, level, low, high = map(made.take, ("loss_type", "importance_sampling_level", "epsilon", "epsilon_high"))
+    high = low if high is None else high
+    set_clip(made, low, high)
+    known = {"grpo": "sequence", "bnpo": "token", "dapo": "token", "dr_grpo": "constant", "cispo": "token"}
+    made.choose(AGGREGATION, "loss_type", kind, known, "sequence" if kind in ("sapo", "luspo") else "token")
+    tell_constant(made, "loss_type", kind, "max_completion_length")
+    if kind == "bnpo":
+        made.differs.append("loss_type=bnpo: the mean over tokens is that of a process there, that of the update here")
+    if AGGREGATION in made.unknown:
+        return
+    by_level = "gspo" if level == "sequence" else "clip"
+    made.choose(LOSS, "loss_type", kind, dict.fromkeys(known, by_level) | {"cispo": "cispo"}, by_level)
+    if kind != "cispo":
+        return
+    made.overrides[DUAL_CLIP] = None  # delta has no effect there
+    if level == "sequence":
+        made.differs.append("importance_sampling_level=sequence: cispo has the ratio of each token here")
+    if isinstance(high, int | float):
+        bound = f"loss_type=cispo: ratios are capped at epsilon_high={high} there, at 1 + {CLIP_HIGH} here"
+        if high > 1:
+            made.overrides[CLIP_HIGH] = round(high - 1, 12)
+            made.notes.append(bound)
+        else:
+            made.unknown[CLIP_HIGH] = f"{bound}, which is above 1"
 
 
 def _trl_engine(made: Converted) -> None:
@@ -147,27 +173,45 @@ def _trl_batch(made: Converted) -> None:
 
 
 def _trl_rewards(made: Converted) -> None:
-    """Add a note with the override for TRL's reward functions and their weights; leave a reward model in `rest`."""
-    functions, weights = made.rest.get("reward_funcs"), made.rest.get("reward_weights")
+    """Add a note with the override for TRL's reward functions and their weights; name a reward model as different."""
+    functions, weights = made.take("reward_funcs"), made.rest.get("reward_weights")
     if isinstance(functions, Expression):
         node = ast.parse(functions, mode="eval").body
-        names = [one.id if isinstance(one, ast.Name) else "FUNCTION" for one in getattr(node, "elts", [node])]
-    else:
-        names = [str(one).rsplit(".", 1)[-1] for one in (functions if isinstance(functions, list) else [functions])]
-        if functions is None or "/" in str(functions):
-            return
-    parts = [f"FILE.py:{name}" for name in names]
-    if isinstance(weights, list) and len(weights) == len(parts):
-        parts = [f"{part}*{weight:g}" for part, weight in zip(parts, weights, strict=True)]
-    quoted = {"reward_funcs": f"[{', '.join(names)}]" if isinstance(functions, list) else functions}
-    given = [
-        f"{key}={quoted.get(key, made.take(key))}" for key in ("reward_funcs", "reward_weights") if key in made.rest
+        found = [ast.unparse(one) for one in getattr(node, "elts", [node])]
+    else:  # of a YAML file: a text that cannot be a function is quoted, as a model is in Python
+        listed = functions if isinstance(functions, list) else [functions]
+        found = [str(one) if re.fullmatch(r"[\w.]+", str(one)) else repr(one) for one in listed if one is not None]
+    models = [one for one in found if one[0] in "'\""]
+    if (model := made.take("reward_model_name_or_path")) is not None:
+        models.append(repr(model))
+    made.differs += [
+        f"reward_funcs={one}: a reward model is not supported here; a reward that asks a server:"
+        " docs/howto/reward_server.md"
+        for one in models
     ]
-    made.take("reward_funcs")
+    values = weights if isinstance(weights, list) and len(weights) == len(found) else None
+    pairs = zip(found, values or [1] * len(found), strict=True)
+    used = {name: weight for name, weight in pairs if name not in models}
+    if not used:
+        return
+    names = [name.rsplit(".", 1)[-1] if re.fullmatch(r"[\w.]+", name) else "FUNCTION" for name in used]
+    factors = [f"*{weight:g}" if values else "" for weight in used.values()]
+    parts = [f"FILE.py:{name}{factor}" for name, factor in zip(names, factors, strict=True)]
+    given = [f"reward_funcs=[{', '.join(names)}]" if len(found) > 1 else f"reward_funcs={names[0]}"]
+    given += [f"reward_weights={made.take('reward_weights')}"] if weights is not None else []
     made.notes.append(
         f"reward ({', '.join(given)}): add 'rewards.functions.TASK={' + '.join(parts)}', with functions of one"
         ' response made as in docs/howto/reward_function.md, "A reward function of TRL"'
     )
+    total = f"{sum(used.values()):g}" if values or weights is None else "the sum of reward_weights"
+    if total == "1":
+        return
+    text = f"reward_funcs: a sum of rewards becomes a mean: divided by {total}"
+    if made.overrides[ADVANTAGE] == "mean_only" or ADVANTAGE in made.unknown:
+        others = f"{KL}, {ENTROPY} and trainer.gradient_clip_val"
+        made.differs.append(f"{text}, and so are advantages without a std; divide {others} by it, too")
+    else:
+        made.notes.append(f"{text}, which cancels where advantages are divided by a std")
 
 
 def _verl(made: Converted) -> None:
@@ -183,10 +227,7 @@ def _verl(made: Converted) -> None:
     verl_schedule(made)
     _verl_kl(made, actor)
     _verl_advantage(made)
-    mode = take(f"{actor}.loss_agg_mode")
-    modes = {"token-mean": "token", "seq-mean-token-mean": "sequence", "seq-mean-token-sum-norm": "constant"}
-    made.choose(AGGREGATION, "loss_agg_mode", mode, modes, "constant")
-    tell_constant(made, "loss_agg_mode", mode, "data.max_response_length")
+    _verl_loss(made, actor)
     prompts, group = take(f"{actor}.ppo_mini_batch_size"), made.overrides.get(GROUP)
     if prompts is not None and group is not None:
         set_updates(made, prompts * group, "ppo_mini_batch_size")
@@ -204,10 +245,24 @@ def _verl_advantage(made: Converted) -> None:
     kind, by_std = take("algorithm.adv_estimator"), take("algorithm.norm_adv_by_std_in_grpo")
     known = {"grpo": "group_norm", "grpo_vectorized": "group_norm", "rloo": "leave_one_out"}
     known |= {"rloo_vectorized": "leave_one_out", "reinforce_plus_plus_baseline": "reinforce_pp_baseline"}
+    known |= {"grpo": "mean_only", "grpo_vectorized": "mean_only"} if by_std is False else {}
     made.choose(ADVANTAGE, "algorithm.adv_estimator", kind, known, "group_norm")
-    if known.get(str(kind)) == "group_norm" and by_std is False:
-        set_without_std(made, "algorithm.norm_adv_by_std_in_grpo=false")
     tell_token_weights(made, f"algorithm.adv_estimator={kind}")
+
+
+def _verl_loss(made: Converted, actor: str) -> None:
+    kind, mode = made.take(f"{actor}.policy_loss.loss_mode"), made.take(f"{actor}.loss_agg_mode")
+    losses = {"vanilla": "clip", "gspo": "gspo", "cispo": "cispo"}
+    made.choose(LOSS, f"{actor}.policy_loss.loss_mode", kind, losses, "clip")
+    tell_cispo(made, f"policy_loss.loss_mode={kind}")
+    if kind in ("gspo", "cispo"):
+        made.overrides[DUAL_CLIP] = None  # clip_ratio_c has no effect there
+    if kind == "gspo" and mode != "seq-mean-token-mean":
+        made.notes.append(f"loss_agg_mode={mode} has no effect there with loss_mode=gspo, which averages responses")
+        mode = "seq-mean-token-mean"
+    modes = {"token-mean": "token", "seq-mean-token-mean": "sequence", "seq-mean-token-sum-norm": "constant"}
+    made.choose(AGGREGATION, "loss_agg_mode", mode, modes, "constant")
+    tell_constant(made, "loss_agg_mode", mode, "data.max_response_length")
 
 
 def _verl_sampling(made: Converted) -> None:
@@ -248,12 +303,35 @@ def _verl_kl(made: Converted, actor: str) -> None:
 def _verl_correction(made: Converted) -> None:
     prefix = "algorithm.rollout_correction.rollout"
     kind, cap, mask, bounds = (made.take(f"{prefix}_{key}") for key in ("is", "is_threshold", "rs", "rs_threshold"))
+    if (older := _verl_older_correction(made)) is not None:
+        kind, cap = older
+    if kind == "token" and made.overrides.get(LOSS) == "gspo":
+        made.differs.append(
+            "rollout_is with gspo: a token's weight is for its own gradient there, for its response's here"
+        )
     if mask is not None:
         made.unknown[f"{CORRECTION}.kind"] = f"{prefix}_rs={mask}, {prefix}_rs_threshold={bounds}: see the methods here"
     elif kind is None:
         set_correction(made, f"{prefix}_is", "none", None, None)
     else:
         set_correction(made, f"{prefix}_is={kind}", "tis" if kind == "token" else "sequence_tis", None, cap)
+
+
+def _verl_older_correction(made: Converted) -> tuple[Any, Any] | None:
+    """Return `rollout_is` and its threshold of today for the keys of verl up to 0.6; None if the file has none."""
+    old = "algorithm.rollout_is"
+    if (cap := made.take("actor_rollout_ref.actor.tis_imp_ratio_cap", -1)) > 0:
+        return "token", cap
+    applies, cap = made.take(old), made.take(f"{old}_threshold")
+    level, mode = made.take(f"{old}_level", "token"), made.take(f"{old}_mode", "truncate")
+    veto = made.take(f"{old}_veto_threshold", 1e-4)  # the default of verl 0.6
+    if cap is None or (mode == "truncate" and not applies):
+        return None
+    if mode != "truncate" or level not in ("token", "sequence"):
+        made.unknown[f"{CORRECTION}.kind"] = f"{old}_level={level}, {old}_mode={mode}: see the methods here"
+    if veto is not None:
+        made.differs.append(f"{old}_veto_threshold={veto}: a response with a token's ratio below it is left out there")
+    return level, cap
 
 
 def _verl_rewards(made: Converted) -> None:
@@ -280,6 +358,9 @@ def _nemo_rl(made: Converted) -> None:
     set_clip(made, take("loss_fn.ratio_clip_min"), made.overrides.get(f"{GRPO}.clip_high"))
     made.overrides[ENTROPY] = 0
     made.overrides[AGGREGATION] = "token" if take("loss_fn.token_level_loss") else "sequence"
+    of_responses, is_cispo = take("loss_fn.sequence_level_importance_ratios"), take("loss_fn.use_cispo")
+    made.overrides[LOSS] = "gspo" if of_responses else "cispo" if is_cispo else "clip"
+    tell_cispo(made, "loss_fn.use_cispo")
     _nemo_rl_advantage(made)
     whole = take("policy.train_global_batch_size")
     if whole is not None:
@@ -307,6 +388,10 @@ def _nemo_rl_correction(made: Converted) -> None:
     cap, floor = take(ratio), take(f"{ratio}_min")
     corrects = take("loss_fn.use_importance_sampling_correction")
     set_correction(made, f"{key}={method}", str(method or "tis") if corrects else "none", floor, cap)
+    if corrects and made.overrides[LOSS] == "gspo":
+        made.differs.append(
+            f"{key}={method}: with sequence_level_importance_ratios the ratio is the product over the response there"
+        )
 
 
 def _nemo_rl_shaping(made: Converted) -> None:
@@ -366,7 +451,7 @@ def _nemo_rl_advantage(made: Converted) -> None:
     elif leaves_one_out:
         made.overrides[ADVANTAGE] = "leave_one_out"
     else:
-        set_without_std(made, "normalize_rewards=false without use_leave_one_out_baseline")
+        made.overrides[ADVANTAGE] = "mean_only"
 
 
 def _openrlhf(made: Converted) -> None:
@@ -374,7 +459,9 @@ def _openrlhf(made: Converted) -> None:
     both, pair = take("actor.eps_clip"), take("actor.eps_clip_low_high")
     set_clip(made, *(pair or (both, both)))
     made.overrides.setdefault(ENTROPY, 0)
-    made.overrides[AGGREGATION] = "token"
+    kind = take("actor.policy_loss_type")
+    made.choose(LOSS, "actor.policy_loss_type", kind, {"ppo": "clip", "gspo": "gspo"}, "clip")
+    made.overrides[AGGREGATION] = "sequence" if kind == "gspo" else "token"
     if PROMPT in made.overrides and isinstance(made.overrides.get(RESPONSE), int):  # the form before April 2026
         made.overrides[CONTEXT] = made.overrides[PROMPT] + made.overrides[RESPONSE]
     if (size := take("train.batch_size")) is not None:
@@ -390,7 +477,7 @@ def _openrlhf(made: Converted) -> None:
             made.overrides[f"{GRPO}.unfinished_factor"] = factor
         else:
             made.differs.append(f"stop_properly_penalty_coef={factor}: the reward of cut-off responses there; not here")
-    if take("ds.param_dtype") == "bf16":
+    if "bf16" in (take("ds.param_dtype"), "bf16" if take("bf16") else None):
         set_bf16(made)
     if take("data.apply_chat_template"):
         made.overrides["data.prompt"] = "chat"
@@ -409,11 +496,11 @@ def _openrlhf_advantage(made: Converted) -> None:
     take = made.take
     kind, without_std = take("algo.advantage.estimator"), take("algo.advantage.no_std_norm")
     known = {"group_norm": "group_norm", "rloo": "leave_one_out", "reinforce_baseline": "reinforce_pp_baseline"}
-    if kind == "dr_grpo" or (kind == "reinforce_baseline" and without_std):
-        set_without_std(made, f"algo.advantage.estimator={kind}")
-    else:
-        made.choose(ADVANTAGE, "algo.advantage.estimator", kind, known, "group_norm")
-        tell_token_weights(made, f"algo.advantage.estimator={kind}")
+    known |= {"dr_grpo": "mean_only"} | ({"reinforce_baseline": "mean_only"} if without_std else {})
+    made.choose(ADVANTAGE, "algo.advantage.estimator", kind, known, "group_norm")
+    tell_token_weights(made, f"algo.advantage.estimator={kind}")
+    if kind == "reinforce_baseline" and without_std:
+        made.differs.append(f"algo.advantage.estimator={kind}: the mean over all tokens is also subtracted there")
 
 
 def _openrlhf_correction(made: Converted) -> None:
@@ -422,6 +509,9 @@ def _openrlhf_correction(made: Converted) -> None:
     if take("use_icepop"):
         kind = "icepop"
     floor, cap = take("algo.advantage.is_correction_threshold") or (None, None)
+    if corrects and made.overrides.get(LOSS) == "gspo":
+        corrects = False
+        made.differs.append("is_correction_enable with gspo: ratios are to the engine's probabilities there, not here")
     set_correction(made, f"algo.advantage.is_correction_type={kind}", str(kind) if corrects else "none", floor, cap)
 
 

@@ -320,13 +320,13 @@ NUMBERS = [  # without those of the learning rate's schedule, which `schedules.p
         },
     ),
     Number(
-        "ratio of",
-        "=token",
+        "loss",
+        f"{GRPO}.loss",
         {
-            "trl": "importance_sampling_level",
-            "verl": _means(f"{ACTOR}.policy_loss.loss_mode", {"vanilla": "token"}),
-            "openrlhf": _means("actor.policy_loss_type", {"ppo": "token"}),
-            "nemo_rl": _means("loss_fn.sequence_level_importance_ratios", {False: "token", True: "sequence"}),
+            "trl": _means("importance_sampling_level", {"token": "clip", "sequence": "gspo"}),
+            "verl": _means(f"{ACTOR}.policy_loss.loss_mode", {"vanilla": "clip"}),
+            "openrlhf": _means("actor.policy_loss_type", {"ppo": "clip"}),
+            "nemo_rl": _means("loss_fn.sequence_level_importance_ratios", {False: "clip", True: "gspo"}),
         },
     ),
     Number(

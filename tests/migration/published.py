@@ -27,6 +27,14 @@ TITLES = {"trl": "TRL", "verl": "verl", "openrlhf": "OpenRLHF", "nemo_rl": "NeMo
 BASE = "grpo_math_1B.yaml"  # that of NeMo-RL's other files
 
 
+MODEL: dict[str, Settings] = {  # examples have the settings of the algorithm only
+    "trl": {"model_name_or_path": "org/model"},
+    "verl": {"actor_rollout_ref.model.path": "org/model"},
+    "openrlhf": {"actor.model_name_or_path": "org/model"},
+    "nemo_rl": {},
+}
+
+
 class Compared(NamedTuple):
     """A number there and here; `is_named` says that the output of `prorl convert` names it."""
 
@@ -57,7 +65,7 @@ def write(example: dict[str, Any], folder: Path, form: str | None = None) -> Pat
     Args:
         form: for TRL, `py` (the default) or `yaml`.
     """
-    trainer, found = example["trainer"], example["settings"]
+    trainer, found = example["trainer"], MODEL[example["trainer"]] | example["settings"]
     if trainer == "trl":
         return _write_trl(found, folder, form or "py")
     if trainer == "nemo_rl":

@@ -26,13 +26,14 @@ data=/data/gsm8k
 python3 -m verl.trainer.main_ppo \
     algorithm.adv_estimator=grpo data.train_files=${data}/train.parquet data.train_batch_size=1024 \
     data.max_prompt_length=512 data.max_response_length=1024 actor_rollout_ref.actor.optim.lr=1e-6 \
+    actor_rollout_ref.model.path=org/model \
     actor_rollout_ref.actor.ppo_mini_batch_size=256 actor_rollout_ref.actor.kl_loss_type=low_var_kl \
     actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.001 \
     actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean actor_rollout_ref.actor.clip_ratio=0.1 \
     actor_rollout_ref.rollout.n=4 +trainer.val_before_train=False trainer.total_epochs=15 $@
 """
 OPENRLHF = r"""
-python3 -m openrlhf.cli.train_ppo_ray \
+python3 -m openrlhf.cli.train_ppo_ray --pretrain org/model \
     --actor_num_gpus_per_node 8 --init_kl_coef 1e-4 --kl_estimator k2 --advantage_estimator reinforce_baseline \
     --dynamic_filtering --eps_clip_low_high 0.2 0.27 --train_batch_size 1024 --rollout_batch_size 512 \
     --n_samples_per_prompt 16 --prompt_max_len 1024 --generate_max_len=4096 --enable_vllm_is_correction \
@@ -216,11 +217,23 @@ python3 -m verl.trainer.main_ppo \
 """
 
 
+MODEL = {"trl": "model_name_or_path", "verl": "actor_rollout_ref.model.path", "openrlhf": "--pretrain"}
+
+
+def with_model(trainer: str, text: str) -> str:
+    """Return the text of a file with a model, if it has none; NeMo-RL has one by default."""
+    if trainer == "nemo_rl" or re.search(r"\bmodel=|model_name_or_path|model\.path|--pretrain", text):
+        return text
+    if trainer == "trl":
+        return ('GRPOTrainer(model="org/model")\n' if "(" in text else "model_name_or_path: org/model\n") + text
+    return re.sub(r"-m \S+", rf"\g<0> {MODEL[trainer]}{'=' if trainer == 'verl' else ' '}org/model", text, count=1)
+
+
 def converted(
     trainer: str, text: str, file: Path, capsys: pytest.CaptureFixture[str], code: int = 0
 ) -> tuple[list[str], list[str]]:
-    """Return the overrides and the comment lines that `prorl convert` prints for a file with this text."""
-    file.write_text(text)
+    """Return the overrides and the comment lines that `prorl convert` prints for a file with this text and a model."""
+    file.write_text(with_model(trainer, text))
     assert cli.main(["convert", trainer, str(file)]) == code
     printed = capsys.readouterr().out
     comments = [line.removeprefix("# ") for line in printed.splitlines() if line.startswith("#")]
@@ -291,10 +304,11 @@ def test_scaled_rewards_of_trl_are_group_norm(tmp_path: Path, capsys: pytest.Cap
     assert not any("scale_rewards" in line for line in comments)
 
 
-def test_a_reward_model_of_trl_has_no_counterpart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_reward_model_of_trl_is_named_as_different(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = TRL_SCRIPT.replace("[form, accuracy]", '"org/reward-model"')
     _, comments = converted("trl", text, tmp_path / "train.py", capsys)
-    assert "  reward_funcs=org/reward-model" in comments
+    told = "a reward model is not supported here; a reward that asks a server: docs/howto/reward_server.md"
+    assert f"  reward_funcs='org/reward-model': {told}" in comments
     assert not any(line.startswith("reward (") for line in comments)
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from nemo_prorl import cli
 from tests.migration.test_convert import GRPO, VERL_SCRIPT, converted
 
 
@@ -130,14 +131,12 @@ def test_the_correction_of_trl_is_that_of_here(
         ),
     ],
 )
-def test_advantages_without_a_std_are_leave_one_out_but_for_a_factor(
+def test_advantages_without_a_std_are_mean_only(
     trainer: str, file: str, text: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     overrides, comments = converted(trainer, text, tmp_path / file, capsys)
-    assert f"{GRPO}.advantage=leave_one_out" in overrides
-    assert (
-        f"  {named}: leave_one_out is the same but for the factor G / (G - 1), with G responses per prompt" in comments
-    )
+    assert f"{GRPO}.advantage=mean_only" in overrides
+    assert not any(named in line for line in comments)
 
 
 def test_a_setting_without_an_effect_is_not_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,3 +149,118 @@ def test_a_setting_without_an_effect_is_not_lost(tmp_path: Path, capsys: pytest.
     text = VERL_SCRIPT.replace("trainer.nnodes=1", "trainer.nnodes=1 trainer.val_before_train=true")
     _, comments = converted("verl", text, tmp_path / "run.sh", capsys)
     assert any("no override needed" in line and "trainer.val_before_train=True" in line for line in comments)
+
+
+def test_all_numbers_of_steps_of_trl_are_divided(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "GRPOConfig(max_steps=400, steps_per_generation=4, gradient_accumulation_steps=1, sync_ref_model=True,"
+    text += " ref_model_sync_steps=512, beta=0.1, save_steps=100, eval_steps=40)"
+    overrides, _ = converted("trl", text, tmp_path / "train.py", capsys)
+    periods = {f"{GRPO}.max_steps=100", f"{GRPO}.checkpoint_every=25", f"{GRPO}.validate_every=10"}
+    assert {*periods, "trainer.resets.every=128"} <= set(overrides)
+
+
+def test_epochs_by_default_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ("GRPOConfig(beta=0)", "GRPOConfig(max_steps=-1)"):
+        overrides, comments = converted("trl", text, tmp_path / "train.py", capsys)
+        assert any(
+            line.startswith("num_train_epochs=3.0 (the default): set trainer.grpo.max_steps") for line in comments
+        )
+        assert not any("max_steps" in one for one in overrides)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told", "is_difference"),
+    [
+        ("scale_rewards=False", "divided by 2, and so are advantages without a std", True),
+        ("scale_rewards=False, reward_weights=[1, 0.5]", "divided by 1.5, and so are", True),
+        ("scale_rewards='group'", "divided by 2, which cancels", False),
+        ("scale_rewards=False, reward_weights=[0.5, 0.5]", None, False),
+    ],
+)
+def test_a_sum_of_rewards_of_trl_becomes_a_mean(
+    arguments: str, told: str | None, is_difference: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = f"GRPOConfig({arguments})\nGRPOTrainer(model='m', reward_funcs=[a, b])"
+    _, comments = converted("trl", text, tmp_path / "train.py", capsys)
+    found = [line for line in comments if "a sum of rewards becomes a mean" in line]
+    assert len(found) == (told is not None)
+    assert all(str(told) in line and line.startswith("  ") == is_difference for line in found)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "file", "text", "expected"),
+    [
+        ("trl", "a.py", "GRPOConfig(importance_sampling_level='sequence', loss_type='grpo')", ["loss=gspo"]),
+        ("trl", "a.py", "GRPOConfig(loss_type='cispo', epsilon_high=5.0)", ["loss=cispo", "clip_high=4"]),
+        ("verl", "a.sh", "policy_loss.loss_mode=gspo", ["loss=gspo", "aggregation=sequence", "dual_clip=null"]),
+        ("verl", "a.sh", "policy_loss.loss_mode=cispo", ["loss=cispo", "dual_clip=null"]),
+        ("verl", "a.sh", "tis_imp_ratio_cap=2.5", ["correction.kind=tis", "correction.cap=2.5"]),
+        ("openrlhf", "a.sh", "--policy_loss_type gspo", ["loss=gspo", "aggregation=sequence"]),
+        ("nemo_rl", "a.yaml", "{sequence_level_importance_ratios: true, token_level_loss: false}", ["loss=gspo"]),
+    ],
+)
+def test_losses_have_the_name_of_here(
+    trainer: str, file: str, text: str, expected: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    starts = {"verl": "python3 -m x algorithm.adv_estimator=grpo actor_rollout_ref.actor.", "nemo_rl": "loss_fn: "}
+    starts["openrlhf"] = "python3 -m x --n_samples_per_prompt 8 "
+    overrides, comments = converted(trainer, starts.get(trainer, "") + text, tmp_path / file, capsys)
+    assert {f"{GRPO}.{one}" for one in expected} <= set(overrides)
+    assert any("raised to it there" in line for line in comments) == (text == "policy_loss.loss_mode=cispo")
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "code"),
+    [
+        ("rollout_is=True algorithm.rollout_is_threshold=3", "tis", 0),
+        ("rollout_is_threshold=3", "none", 0),
+        ("rollout_is=True algorithm.rollout_is_threshold=3 algorithm.rollout_is_mode=mask", None, 2),
+    ],
+)
+def test_the_older_correction_of_verl_is_converted(
+    words: str, kind: str | None, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = f"python3 -m x algorithm.adv_estimator=grpo algorithm.{words}"
+    overrides, comments = converted("verl", text, tmp_path / "run.sh", capsys, code)
+    assert [one for one in overrides if "correction.kind" in one] == (
+        [f"{GRPO}.correction.kind={kind}"] if kind else []
+    )
+    assert any("rollout_is_veto_threshold=0.0001" in line for line in comments) == (kind != "none")
+
+
+@pytest.mark.parametrize(
+    ("trainer", "file", "text", "told"),
+    [
+        ("trl", "a.py", "GRPOConfig(beta=0, learn_rate=5e-6)", "learn_rate=5e-06: did you mean learning_rate?"),
+        ("trl", "a.py", "GRPOConfig(beta=0, temprature=0.5)", "temprature=0.5: did you mean temperature?"),
+        (
+            "verl",
+            "a.sh",
+            "python3 -m x data.train_batch_sise=8",
+            "data.train_batch_sise=8: did you mean train_batch_size?",
+        ),
+        ("openrlhf", "a.sh", "python3 -m x --l2 0 --temprature 0.5", "temprature=0.5: did you mean temperature?"),
+        ("nemo_rl", "a.yaml", "policy: {generation: {temprature: 1}}", "temprature=1: did you mean temperature?"),
+    ],
+)
+def test_a_misspelt_key_is_told(
+    trainer: str, file: str, text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = text + "\ngrpo: {seed: 1}" if trainer == "nemo_rl" else text.replace(" data", " data.seed=1 data")
+    _, comments = converted(trainer, text, tmp_path / file, capsys, code=2)
+    at = next(index for index, line in enumerate(comments) if line.startswith("unknown to "))
+    assert comments[at + 1].endswith(told)
+
+
+def test_a_file_without_a_model_and_one_with_an_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.sh").write_text("python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo")
+    assert cli.main(["convert", "verl", str(tmp_path / "run.sh")]) == 2
+    told = "pretrained_checkpoint.restore_from_path: the file has no model (actor_rollout_ref.model.path)"
+    assert told in capsys.readouterr().out
+    text = "GRPOConfig(beta=0)\nGRPOTrainer(model='m', peft_config=LoraConfig(r=8))"
+    _, comments = converted("trl", text, tmp_path / "train.py", capsys)
+    assert "  peft_config=LoraConfig(r=8): all weights are trained here" in comments
+    text = "python3 -m x --n_samples_per_prompt 8 --bf16"
+    overrides, comments = converted("openrlhf", text, tmp_path / "run.sh", capsys)
+    assert "trainer.precision=bf16" in overrides
+    assert not any("bf16=" in line for line in comments)

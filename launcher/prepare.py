@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import shutil
+import tempfile
 from pathlib import Path
 from typing import cast
 
@@ -101,9 +102,13 @@ def warn_of_origin(cfg: DictConfig) -> None:
 def run_dir_fault(run_dir: Path) -> str | None:
     """Return why the run directory cannot be made or written; None if it can.  Makes no folder."""
     nearest = next(folder for folder in (run_dir.absolute(), *run_dir.absolute().parents) if os.path.lexists(folder))
-    if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
-        return None
-    fault = "cannot be written" if nearest.is_dir() else "is not a folder"
+    fault = "is not a folder"
+    if nearest.is_dir():
+        try:  # to ask for the rights is not enough: root has all of them, also in /proc or on a disk that is full
+            with tempfile.TemporaryFile(dir=nearest):
+                return None
+        except OSError as error:
+            fault = f"cannot be written ({error.strerror})"
     return f"run_dir={run_dir}: expected a folder that exists or can be made; {nearest} {fault}. Fix: run_dir=FOLDER"
 
 

@@ -47,6 +47,7 @@ _HOLD_S = 6 * 3600.0  # seconds an engine waits until the others wake; longer th
 # On a CPU, glibc returns the memory of a freed tensor to the kernel, which then maps the next tensor page by page.
 # With these limits in bytes a process keeps the memory; only larger tensors are mapped again.
 HEAP = {"MALLOC_MMAP_THRESHOLD_": str(64 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
+_KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # statuses of a process, or of its shell
 _LAST_LINES, _LINE_CHARS = 15, 2000  # lines of a process's log in the report of its failure; characters per line
 # Variables that mark a Slurm task.  Our processes are not Slurm tasks, but libraries would take them for tasks.
 _TASK_VARIABLES = tuple(
@@ -203,6 +204,9 @@ class Node:
         if peer_end is None and -code in sent:
             return self._stopped("stopped while the trainer started")
         what = f"{rank.name} ended with status {code}; its log is {rank.log_file}"
+        if code in _KILLED:
+            what += "; it was killed by SIGKILL, often because memory was exhausted (dmesg, or the memory limit of the"
+            what += f" job); the same command {self._onward()}"
         log = [line[:_LINE_CHARS] for line in list(rank.tail)[-_LAST_LINES:]]
         return self._over(
             End(code if code in (2, 3, 4) else 1, what, self._here, rank.name, status=code, log=log, at=at)
@@ -211,11 +215,14 @@ class Node:
     def _stopped(self, how: str) -> End:
         """Report what is kept of a run that a signal ended immediately; return how it ended."""
         kept = complete(self.dir / "checkpoints")
-        onward = f"continues after {kept[-1].name}" if kept else "begins again, because no checkpoint was complete"
-        what = f"{how}; the same command {onward}"
+        what = f"{how}; the same command {self._onward()}"
         if kept:
             _log.warning(what)
         return self._over(End(75 if kept else 1, what, self._here))
+
+    def _onward(self) -> str:
+        kept = complete(self.dir / "checkpoints")
+        return f"continues after {kept[-1].name}" if kept else "begins again, because no checkpoint was complete"
 
     def _over(self, own: End | None) -> End:
         """Return how the run ended, agreed with the other nodes; node 0 calls the event hook if the run failed.

@@ -204,10 +204,12 @@ def _train(arguments: argparse.Namespace) -> int | None:
     from nemo_prorl import api, settings
 
     if arguments.dry_run:
-        from nemo_prorl.launcher.prepare import check_beginning, warn_of_origin
+        from nemo_prorl.launcher.prepare import check_beginning, run_dir_fault, warn_of_origin
         from nemo_prorl.launcher.run_data import check_files
 
         cfg = settings.load_run(arguments.overrides, arguments.config)
+        if unwritable := run_dir_fault(Path(cfg.run_dir)):
+            raise ConfigError(unwritable)
         check_beginning(cfg)
         check_files(cfg).tell()
         warn_of_origin(cfg)

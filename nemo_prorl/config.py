@@ -237,7 +237,7 @@ class DeadlinesConfig:
 
     startup_s: float = key(300.0, "seconds until engines and reward servers must be ready", above=0)
     rollout_s: float = key(3600.0, "seconds of a rollout without a new token or response", above=0)
-    reward_s: float = key(600.0, "seconds for one verdict", above=0)
+    reward_s: float = key(600.0, "seconds without a verdict on its task, while one is waited for", above=0)
     publish_s: float = key(300.0, "seconds until all engines must have new weights", above=0)
     collective_s: float = key(1800.0, "seconds for one collective operation of all ranks", above=0)
     stop_s: float = key(30.0, "seconds for a process to end after a stop signal", above=0)

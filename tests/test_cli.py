@@ -99,6 +99,12 @@ def test_dry_run_prints_the_resolved_configuration_and_starts_nothing(prorl: Pro
     assert not list(tmp_path.iterdir())
 
 
+def test_a_dry_run_refuses_a_run_directory_that_cannot_be_written(prorl: Prorl) -> None:
+    told = prorl("train", "--dry-run", "run_dir=/proc/x")  # where root has the right to write, and cannot
+    assert (told.returncode, told.stdout) == (2, "")
+    assert "run_dir=/proc/x: expected a folder that exists or can be made; /proc cannot be written" in told.stderr
+
+
 def test_the_dry_run_s_output_is_a_configuration_file(prorl: Prorl, tmp_path: Path) -> None:
     first = prorl("train", "seed=3", "--dry-run").stdout
     (tmp_path / "mine.yaml").write_text(first)

@@ -289,6 +289,9 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "tests/data/test_prepare_csv.py::test_a_column_of_right_responses_is_what_a_warm_up_teaches": (
         "data prepare --target",
     ),
+    "tests/data/test_prepare_csv.py::test_kept_columns_are_where_a_reward_function_finds_them": (
+        "data prepare --keep",
+    ),
     "tests/test_whole_commands.py::test_names_on_the_hub": ("data prepare --revision",),
     "tests/data/test_prepare_judge.py::test_the_grader_compares_boxed_answers_without_a_judge": (
         "data prepare --agreement=grader",

@@ -3,6 +3,7 @@
 `rank.begin_stage` begins the stage from that checkpoint.
 """
 
+import logging
 import os
 import re
 import shutil
@@ -16,6 +17,8 @@ from nemo_prorl.config import Config
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.files import new_folder, read_object
 from nemo_prorl.lifecycle.retention import OLD, TEMPORARY, TRASH, complete, read_state, step_of
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,13 @@ def chosen_checkpoint(run_dir: Path, which: str) -> Path:
                 f"--checkpoint=best: expected a validated checkpoint; none of the steps {steps} of {run_dir} was"
                 " validated. Fix: --checkpoint newest, or a step"
             )
-        return checkpoints[str(max(judged)[1])]
+        best, chosen = max(zip(scores.values(), scores, strict=True)), max(judged)
+        if best[0] > chosen[0]:
+            _log.warning(
+                "--checkpoint=best is step %d (held-out %.3f); step %d was better (%.3f), and has no checkpoint",
+                *(chosen[1], chosen[0], best[1], best[0]),
+            )
+        return checkpoints[str(chosen[1])]
     if which not in checkpoints:
         raise ConfigError(f"--checkpoint={which}: expected newest, best, or one of the steps {steps} of {run_dir}")
     return checkpoints[which]

@@ -74,7 +74,8 @@ def heldout_scores(names: Sequence[str], groups: Sequence[Any]) -> HeldOutScores
     by_name: dict[str, list[float]] = {}
     for name, group in zip(names, groups, strict=True):
         if not all(group.valid):
-            raise RewardFailure(f"validation: prompt {group.prompt_id} of {name} could not be judged")
+            what = f"validation: prompt {group.prompt_id} of {name} could not be judged"
+            raise RewardFailure(f"{what}: {group.unjudged}")
         by_name.setdefault(name, []).append(sum(group.scores) / len(group.scores))
 
     def of(values: list[float]) -> HeldOutScore:

@@ -3,6 +3,7 @@
 Requests that are made within a short time are sent in one POST.  The reply is a stream of verdicts, one per line; the
 client matches each verdict to its request by a key and checks the `id`.  After a connection error, a full queue (429)
 or a stopping server (503), a request is retried until its deadline, on another server if another server is ready.  A
+request waits in the queue of its server, so its deadline counts from the server's last verdict on the same task.  A
 request whose deadline passes gets the verdict "infrastructure" (score None).  If a server rejects a POST as invalid
 (400, 413), each request of the POST is sent again alone, so that only the invalid request fails.
 """
@@ -13,6 +14,7 @@ import json
 import logging
 import math
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,8 @@ from nemo_prorl.service import Pause, endpoints_in
 _log = logging.getLogger(__name__)
 
 _WARN_EVERY_S = 10.0  # seconds between warnings that no server is ready
+_WARN_FAILURE_EVERY_S = 300.0  # seconds between warnings of verdicts without a score
+_PACE_OF = 64  # verdicts from which a server's seconds per verdict are told
 _READ_EVERY_S = 0.5  # seconds between readings of the endpoint files
 _REJECTED = (400, 413)  # statuses that a repeated POST would get again
 
@@ -54,6 +58,7 @@ class _Waiting:
     future: "asyncio.Future[Verdict | None]"  # None: no verdict arrived; retry
     task: str = ""
     began: float = field(default_factory=time.monotonic)
+    server: "_Endpoint | None" = None  # None: not sent
 
     def settle(self, verdict: Verdict | None) -> None:
         if not self.future.done():
@@ -71,6 +76,7 @@ class _Endpoint:
     open_requests: int = 0
     posted: list[list[_Waiting]] = field(default_factory=list)  # bundles whose replies have not ended
     answered_at: float = field(default_factory=time.monotonic)  # time of the last verdict
+    judged_at: dict[str, deque[float]] = field(default_factory=dict)  # by task: times of the last verdicts that count
     pause: Pause = field(default_factory=Pause)  # other servers are preferred meanwhile
 
 
@@ -134,6 +140,7 @@ class RewardClient:
         self._tasks: set[asyncio.Task[None]] = set()
         self._no_server = self._last_error = f"no reward server is ready in {endpoints_dir}"
         self._warned_at = -_WARN_EVERY_S
+        self._failure_warned_at = self._slow_warned_at = -math.inf
         self._open = 0  # requests without a verdict, sent or not
 
     async def __aenter__(self) -> "RewardClient":
@@ -184,8 +191,28 @@ class RewardClient:
 
     def _on_retry(self, verdict: Verdict | None) -> None:
         self.stats.retries += 1
-        if verdict is not None:
-            self._last_error = verdict["detail"]
+        if verdict is None:
+            return
+        self._last_error, now = verdict["detail"], time.monotonic()
+        if now - self._failure_warned_at >= _WARN_FAILURE_EVERY_S:
+            self._failure_warned_at = now
+            _log.warning("no verdict on prompt %s, which is sent again: %s", verdict["id"], verdict["detail"])
+
+    def _count_progress(self, waiting: _Waiting) -> None:
+        """Count the deadline of a request from the last verdict of its server on the same task."""
+        late, server, now = waiting.deadline.passed, waiting.server, time.monotonic()
+        if server is None or not (judged_at := server.judged_at.get(waiting.task)):
+            return
+        waiting.deadline.progressed(judged_at[-1])
+        if late and not waiting.deadline.passed and now - self._slow_warned_at >= _WARN_FAILURE_EVERY_S:
+            self._slow_warned_at = now
+            left = sum(not one.future.done() for bundle in server.posted for one in bundle)
+            each = (judged_at[-1] - judged_at[0]) / max(1, len(judged_at) - 1)
+            _log.warning(
+                "a response of task %s has waited %.0f s for its verdict: %s has %d open requests, and judges one every"
+                " %.2g s.  More rewards.workers judge more responses at a time",
+                *(waiting.task, now - waiting.began, server.name, left, each),
+            )
 
     async def _once(self, request: dict[str, Any], deadline: Deadline) -> Verdict | None:
         """Add a request to the next POST and return its verdict; None if no verdict arrives.
@@ -207,9 +234,14 @@ class RewardClient:
             at = max(loop.time() + self.options.batch_wait_s, self._flushed_at + self.options.batch_gap_s)
             self._flush = loop.call_at(at, self._send_bundle)
         try:
-            return await asyncio.wait_for(waiting.future, deadline.remaining)
-        except TimeoutError:
-            return None
+            while not (await asyncio.wait({waiting.future}, timeout=deadline.remaining))[0]:
+                self._count_progress(waiting)
+                if deadline.passed:
+                    return None
+            self._count_progress(waiting)  # a retry has the whole limit again
+            return waiting.future.result()
+        finally:
+            waiting.future.cancel()
 
     def _send_bundle(self) -> None:
         if self._flush is not None:
@@ -246,7 +278,7 @@ class RewardClient:
         server.posted.append(bundle)
         self.stats.posts += 1
         try:
-            await self._exchange(server, bundle)
+            await self._exchange_in_time(server, bundle)
             server.pause.failures = 0
         except _Refused as refused:
             _log.warning("reward server %s rejected a POST of %d requests: %s", server.url, len(bundle), refused)
@@ -268,6 +300,23 @@ class RewardClient:
             for waiting in unsettled:
                 waiting.settle(None)
 
+    async def _exchange_in_time(self, server: _Endpoint, bundle: list[_Waiting]) -> None:
+        """Send one POST as `_exchange` does; raise TimeoutError once the deadlines of all its requests have passed."""
+        for waiting in bundle:
+            waiting.server = server
+        if self._last_error == self._no_server:
+            self._last_error = f"reward server {server.name} was sent the request, and gave no verdict"
+        exchange = asyncio.ensure_future(self._exchange(server, bundle))
+        try:
+            while not exchange.done():
+                left = max(waiting.deadline.remaining for waiting in bundle)
+                await asyncio.wait({exchange}, timeout=left + 1.0)  # meanwhile `_once` counts progress
+                if not exchange.done() and all(waiting.deadline.passed for waiting in bundle):
+                    raise TimeoutError(f"no verdict on {len(bundle)} requests before their deadline")
+            exchange.result()
+        finally:
+            exchange.cancel()
+
     async def _exchange(self, server: _Endpoint, bundle: list[_Waiting]) -> None:
         """Send one POST, and set the result of each attempt when its verdict arrives in the reply.
 
@@ -286,7 +335,7 @@ class RewardClient:
             "prorl-deadline-s": f"{longest:.3f}",
         }
         body = b"[" + b",".join(waiting.body for waiting in bundle) + b"]"
-        timeout = aiohttp.ClientTimeout(total=longest + 1.0, sock_connect=5.0)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
         async with self._session.post(
             f"{server.url}/v1/score", data=body, headers=headers, timeout=timeout
         ) as response:
@@ -295,12 +344,15 @@ class RewardClient:
                 raise _Refused(fault) if response.status in _REJECTED else ValueError(fault)
             of_key = {waiting.key: waiting for waiting in bundle}
             async for line in response.content:
-                take_verdict(json.loads(line), of_key)
+                verdict = json.loads(line)
+                task = take_verdict(verdict, of_key).task
                 server.answered_at = time.monotonic()
+                if verdict["failure"] != "infrastructure":
+                    server.judged_at.setdefault(task, deque(maxlen=_PACE_OF)).append(server.answered_at)
 
 
-def take_verdict(verdict: Any, of_key: dict[int, _Waiting]) -> None:
-    """Give a verdict from a server to the waiting attempt with the same key.
+def take_verdict(verdict: Any, of_key: dict[int, _Waiting]) -> _Waiting:
+    """Give a verdict from a server to the waiting attempt with the same key, and return this attempt.
 
     Args:
         of_key: Open attempts of the POST by key; the attempt that gets the verdict is removed.
@@ -313,3 +365,4 @@ def take_verdict(verdict: Any, of_key: dict[int, _Waiting]) -> None:
     if waiting is None:
         raise ValueError(f"the server sent a verdict with key {key!r}, but no open request has this key")
     waiting.settle(read_verdict(verdict, waiting.request_id))
+    return waiting

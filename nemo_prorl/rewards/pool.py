@@ -69,6 +69,8 @@ class PoolStats:
 
     outcomes: Counter[str] = field(default_factory=Counter)  # verdicts: "judged" or the kind of failure
     workers_lost: int = 0
+    seconds: float = 0.0  # wall time of all judgements, failed ones left out
+    last_failure: str = ""  # detail of the last "infrastructure" verdict of a worker
     on_seconds: Callable[[float], None] = lambda _: None  # called with the wall seconds that a judgement took
 
 
@@ -77,6 +79,11 @@ class _Job:
     request: RewardRequest
     line: bytes
     future: "asyncio.Future[Verdict]"
+    timer: asyncio.TimerHandle | None = None  # of its deadline
+
+    def end_timer(self, _: object) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
 
 
 class WorkerGone(Exception):
@@ -218,6 +225,7 @@ class PluginPool:
         self.workers: set[_Worker] = set()
         self._jobs: asyncio.Queue[_Job] = asyncio.Queue(spec.max_queue)
         self._slots: list[asyncio.Task[None]] = []
+        self._judged_at = 0.0  # time of the last verdict, failures of infrastructure left out, on the loop's clock
 
     async def start(self) -> None:
         """Start all workers and wait until they are ready.  Raises RewardFailure if a worker cannot start."""
@@ -248,7 +256,8 @@ class PluginPool:
         """Queue one request.
 
         Args:
-            timeout_s: Seconds until an unjudged request gets an "infrastructure" verdict; None: no limit.
+            timeout_s: Seconds until an unjudged request gets an "infrastructure" verdict, counted from the pool's last
+                verdict, because the request may wait in the queue; None: no limit.
 
         Returns:
             A future of the verdict, which never ends with an exception.
@@ -261,14 +270,37 @@ class PluginPool:
         job = _Job(request, json.dumps(request.to_json()).encode() + b"\n", loop.create_future())
         self._jobs.put_nowait(job)
         if timeout_s is not None:
-            late = f"the request's deadline of {timeout_s:g} s passed before plugin {self.spec.plugin!r} had judged it"
-            timer = loop.call_later(timeout_s, self._fail, job, late)
-            job.future.add_done_callback(lambda _: timer.cancel())
+            self._end_late(job, loop.time(), timeout_s)
+            job.future.add_done_callback(job.end_timer)
         return job.future
+
+    def _end_late(self, job: _Job, began: float, timeout_s: float) -> None:
+        """Give a request an "infrastructure" verdict if its deadline has passed; otherwise look again at the deadline.
+
+        Args:
+            began: Time at which the request came, on the loop's clock.
+        """
+        loop = asyncio.get_running_loop()
+        left = max(began, self._judged_at) + timeout_s - loop.time()
+        if left > 0:
+            job.timer = loop.call_later(left, self._end_late, job, began, timeout_s)
+            return
+        stats = self.stats
+        count = stats.outcomes.total() - stats.outcomes["infrastructure"]
+        pace = f", {stats.seconds / count:.2g} s per verdict before" if count else ""
+        failure = f"; last failure: {stats.last_failure}" if stats.last_failure else ""
+        self._fail(
+            job,
+            f"the request's deadline of {timeout_s:g} s passed before plugin {self.spec.plugin!r} had judged it: no"
+            f" verdict meanwhile (rewards.workers: {len(self.workers)}, {self.queued} requests wait for them{pace})"
+            f"{failure}. Fix, if one verdict takes that long: trainer.deadlines.reward_s",
+        )
 
     def _answer(self, job: _Job, verdict: Verdict) -> None:
         if not job.future.done():
             self.stats.outcomes[verdict["failure"] or "judged"] += 1
+            if verdict["failure"] != "infrastructure":
+                self._judged_at = asyncio.get_running_loop().time()
             job.future.set_result(verdict)
 
     def _fail(self, job: _Job, detail: str, failure: str = "infrastructure") -> None:
@@ -336,11 +368,17 @@ class PluginPool:
         try:
             verdict = await worker.judge(job, self.spec)
             self.stats.on_seconds(loop.time() - started)
+            self.stats.seconds += loop.time() - started
             score = verdict["score"]
+            if verdict["failure"] == "infrastructure":
+                self.stats.last_failure = verdict["detail"]
             self._answer(job, verdict)
         except WorkerGone as error:
             _log.warning("plugin %r, request %r: %s; its worker is replaced", self.spec.plugin, job.request.id, error)
-            self._fail(job, f"plugin {self.spec.plugin!r}: {error}", error.failure)
+            detail = f"plugin {self.spec.plugin!r}: {error}"
+            if error.failure == "infrastructure":
+                self.stats.last_failure = detail
+            self._fail(job, detail, error.failure)
             await self._drop(worker)
         except asyncio.CancelledError:
             self._fail(job, "the reward server stopped")

@@ -116,6 +116,9 @@ def test_a_column_of_another_name_can_be_named(
         (["math", "--from", "f.txt"], "not a supported data file; expected one of .jsonl"),
         (["math", "--from", "f.jsonl", "--size", "x"], "expected a whole number of at least 0; got 'x'"),
         (["math", "--from", "f.jsonl", "--holdout", "9"], "--holdout 9: only 8 records are left"),
+        (["math", "--from", "f.jsonl", "--holdout", "8"], "--holdout 8: only 8 records are left, and some must remain"),
+        (["scp-116k", "--from", "f.jsonl", "--agreement", "none", "--keep", "x"], "--keep x: scp-116k cannot keep"),
+        (["reasoning-gym", "--keep", "x"], "--keep x: reasoning-gym cannot keep columns: it is generated"),
         (
             ["math", "--from", "f.jsonl", "--tokenizer", "t"],
             "--tokenizer and --max-prompt-tokens must be used together",

@@ -97,8 +97,23 @@ def test_a_column_of_right_responses_is_what_a_warm_up_teaches(
     assert warmup_target(found[0]) == "I go east"
     assert "target" not in found[1]["meta"]  # the cell is empty
     assert prepare(tmp_path, table, "--task", "places", "--target", "sayd") != 0
-    assert "'sayd' is missing" in caplog.text
-    assert "the row has: problem, answer, said" in caplog.text
+    assert "--target sayd: there is no column 'sayd'; the row has: problem, answer, said" in caplog.text
+
+
+def test_kept_columns_are_where_a_reward_function_finds_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    table = "problem,answer,topic,hard\nWhere?,4,maps,1\n"
+    keep = ("--keep", "topic", "--keep", "hard")
+    assert prepare(tmp_path, table, "--task", "places", *keep) == 0
+    (record,) = records(tmp_path / "out")
+    assert record["truth"] == {"answer": "4", "topic": "maps", "hard": "1"}
+    assert prepare(tmp_path, table, *keep) == 0  # the plugin of math knows the fields of its truths
+    (record,) = records(tmp_path / "out")
+    assert record["truth"] == {"answer": "4"}
+    assert (record["meta"]["topic"], record["meta"]["hard"]) == ("maps", "1")
+    assert prepare(tmp_path, table, "--keep", "topik") == 4
+    assert "--keep topik: there is no column 'topik'; the row has: problem, answer, topic, hard" in caplog.text
+    assert prepare(tmp_path, table, "--task", "places", "--keep", "answer") == 2
+    assert "--keep answer: the records have a field of this name" in caplog.text
 
 
 def test_answers_in_words_are_left_out_if_so_asked(tmp_path: Path) -> None:

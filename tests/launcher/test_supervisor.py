@@ -238,6 +238,15 @@ def test_a_run_ends_as_its_ranks(
     assert not stale.parent.exists()
 
 
+def test_a_rank_that_was_killed_may_have_lacked_memory(tmp_path: Path) -> None:
+    killed = "import os; os.kill(os.getpid(), 9)"
+    node = SmallNode(tmp_path, SLEEPS, killed)
+    says = "; it was killed by SIGKILL, often because memory was exhausted (dmesg, or the memory limit of the job);"
+    assert node.run().what.endswith(f"{says} the same command begins anew, because no checkpoint was complete")
+    assert "SIGKILL" not in SmallNode(tmp_path / "other", SLEEPS, "exit(7)").run().what
+    assert "; it was killed by SIGKILL" in SmallNode(tmp_path / "shell", SLEEPS, "exit(137)").run().what
+
+
 def test_stale_weights_are_gone_before_anything_starts(tmp_path: Path) -> None:
     stale = WeightStore(weights_folder(tmp_path)).path_of(3)
     stale.touch()

@@ -257,7 +257,10 @@ def test_a_requested_validation_that_cannot_be_judged_is_refused_and_the_run_goe
     trainer = go(run, monkeypatch, at_step(run, {2: breaks, 3: mends}, monkeypatch))
     assert trainer.progress.step == 3
     (answer,) = answers(tmp_path)
-    assert (answer["status"], answer["detail"]) == ("refused", "validation: prompt held-3 of held could not be judged")
+    assert (answer["status"], answer["detail"]) == (
+        "refused",
+        "validation: prompt held-3 of held could not be judged: the scorer broke",
+    )
 
 
 # --- engines ---------------------------------------------------------------------------------------------------------

@@ -116,10 +116,16 @@ def test_after_a_roll_back_a_checkpoint_counts_as_what_it_went_back_to() -> None
     assert best_policy(scores, done, {20, 30, 40}) == 30
 
 
-def test_a_checkpoint_is_chosen_by_its_age_its_score_or_its_step(make: Make) -> None:
+def test_a_checkpoint_is_chosen_by_its_age_its_score_or_its_step(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     run = make("run1", v0=0.5, v2=0.5, v4=0.3)
     names = [chosen_checkpoint(run, which).name for which in ("newest", "best", "0")]
     assert names == ["step-000004", "step-000002", "step-000000"]  # of equal ones the newest
+    assert not caplog.messages
+    gone = make("run4", steps=(2, 4), v0=0.367, v2=0.3, v4=0.2)
+    assert chosen_checkpoint(gone, "best").name == "step-000002"
+    assert caplog.messages == [
+        "--checkpoint=best is step 2 (held-out 0.300); step 0 was better (0.367), and has no checkpoint"
+    ]
     with pytest.raises(ConfigError, match="--checkpoint=3: expected newest, best, or one of the steps 0, 2, 4 of"):
         chosen_checkpoint(run, "3")
     with pytest.raises(ConfigError, match="none of the steps 0, 2, 4 of .* was validated"):

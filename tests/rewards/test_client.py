@@ -293,6 +293,18 @@ class StrictServer:
             await runner.cleanup()
 
 
+class SilentServer(StrictServer):
+    """Takes every POST, and answers none before `silent` is set."""
+
+    def __init__(self, tmp_path: Path, longest: int) -> None:
+        super().__init__(tmp_path, longest)
+        self.silent = asyncio.Event()
+
+    async def _answer(self, http: web.Request) -> web.Response:
+        await self.silent.wait()
+        return await super()._answer(http)
+
+
 async def _all_scored(client: RewardClient, requests: list[dict[str, Any]]) -> list[Verdict]:
     """Return the verdicts; the first request has 10 s, the others 30 s."""
     deadlines = [Deadline(30 if at else 10, "verdicts") for at in range(len(requests))]
@@ -400,6 +412,61 @@ def test_a_request_on_which_the_plugin_hangs_is_tried_again_and_ends_without_a_s
         assert [verdict["failure"] for verdict in verdicts] == ["infrastructure", None, "timeout"]
         assert [verdict["score"] for verdict in verdicts] == [None, 1.0, 0.0]
         assert client.stats.retries == 2
+
+    with_client(tmp_path, steps)
+
+
+def test_a_wait_in_the_queue_of_a_server_that_judges_is_no_missed_deadline(
+    plugins: Path, start_server: StartServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start_server("echo,odd")
+
+    async def steps(client: RewardClient) -> None:
+        requests = echoes(12, sleep_s=0.5)  # one after the other, which takes longer than one deadline
+        verdicts = await asyncio.gather(*(client.score(request, Deadline(3.0, "verdicts")) for request in requests))
+        assert [verdict["score"] for verdict in verdicts] == [at / 12 for at in range(12)]
+        assert client.stats.retries == 0
+
+    with_client(tmp_path, steps)
+    (slow,) = (record.message for record in caplog.records)
+    assert re.fullmatch(
+        r"a response of task echo has waited \d+ s for its verdict: rewards has [1-9] open requests, and judges"
+        r" one every 0\.\d+ s\.  More rewards\.workers judge more responses at a time",
+        slow,
+    )
+
+
+def test_a_plugin_that_hangs_is_named_at_once_and_in_the_missed_deadline(
+    plugins: Path, start_server: StartServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start_server("odd")
+
+    async def steps(client: RewardClient) -> None:
+        hanging = [request_of("odd", "select", f"r{at}") for at in range(8)]
+        verdicts = await asyncio.gather(*(client.score(one, Deadline(6.0, "a verdict")) for one in hanging))
+        assert {verdict["failure"] for verdict in verdicts} == {"infrastructure"}
+        late = "the request's deadline of [56][.0-9]* s passed before plugin 'odd' had judged it: no verdict meanwhile"
+        late += r" \(rewards.workers: \d, \d requests wait for them\)|waited 6 s for a verdict"
+        last = [verdict["detail"] for verdict in verdicts if re.match(late, verdict["detail"])]
+        assert len(last) >= 5
+        assert all(re.search(r"; last( failure)?: .*no verdict after [\d.]+ s, of which", detail) for detail in last)
+
+    with_client(tmp_path, steps)
+    first = next(record for record in caplog.records if record.levelname == "WARNING")
+    assert re.match(r"no verdict on prompt r0, .*: plugin 'odd': no verdict after [\d.]+ s, of which", first.message)
+
+
+def test_a_server_that_never_answers_is_left_at_the_deadline(tmp_path: Path) -> None:
+    server = SilentServer(tmp_path, 10**6)
+
+    async def steps(client: RewardClient) -> None:
+        async with server.running():
+            verdict = await client.score(request_of("good", "1"), Deadline(0.5, "a verdict"))
+            assert verdict["detail"].startswith("waited 0.5 s for a verdict; last: reward server rewards was sent the")
+            while client.stats.connection_failures == 0:
+                await asyncio.sleep(0.05)
+            assert "TimeoutError: no verdict on 1 requests" in client._last_error
+            server.silent.set()
 
     with_client(tmp_path, steps)
 

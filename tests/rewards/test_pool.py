@@ -415,6 +415,32 @@ def test_a_deadline_that_passes_is_infrastructure_not_zero(plugins: Path) -> Non
     with_pool(steps, budget_s=10)
 
 
+def test_a_deadline_counts_from_the_pool_s_last_verdict(plugins: Path) -> None:
+    async def steps(pool: PluginPool) -> None:
+        requests = [request_of("echo", "1", meta={"sleep_s": 0.5}) for _ in range(6)]
+        verdicts = await asyncio.gather(*(pool.submit(request, timeout_s=2.0) for request in requests))
+        assert [verdict["score"] for verdict in verdicts] == [1.0] * 6  # the last one after 3 s
+        slow = pool.submit(request_of("echo", "1", meta={"sleep_s": 8}))
+        late = await pool.submit(request_of("echo", "1"), timeout_s=1.0)
+        assert re.search(
+            r"\(rewards.workers: 1, 1 requests wait for them, 0\.\d+ s per verdict before\)\. Fix, .*reward_s",
+            late["detail"],
+        )
+        slow.cancel()
+
+    with_pool(steps, "echo", budget_s=10)
+
+
+def test_a_missed_deadline_quotes_the_last_failure_of_a_worker(plugins: Path) -> None:
+    async def steps(pool: PluginPool) -> None:
+        hanging = [pool.submit(request_of("odd", "select")) for _ in range(2)]
+        await hanging[0]
+        late = await pool.submit(request_of("odd", "fine"), timeout_s=0.3)
+        assert re.search(r"; last failure: plugin 'odd': no verdict after [\d.]+ s, of which", late["detail"])
+
+    with_pool(steps)
+
+
 def test_a_service_hands_the_deadline_on_to_its_pool() -> None:
     async def main() -> Verdict:
         registry = discover()

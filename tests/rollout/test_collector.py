@@ -372,6 +372,22 @@ def test_what_goes_wrong_on_the_thread_surfaces(monkeypatch: pytest.MonkeyPatch)
         collected(Simulated(), Hangs(), config(reward_s=0.2))
 
 
+class Queues(EvenIsRight):
+    """A client whose requests wait longer than their deadline in the queue of a server that judges others."""
+
+    async def score(self, request: dict[str, Any], deadline: Deadline) -> Verdict:
+        for _ in range(3):
+            await asyncio.sleep(0.75 * deadline.seconds)
+            deadline.progressed(time.monotonic())
+        return await super().score(request, deadline)
+
+
+def test_the_guard_of_a_verdict_counts_from_the_deadline_s_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nemo_prorl.rollout.collector._GRACE_S", 0.1)
+    (batch,), _, _ = collected(Simulated(), Queues(), config(reward_s=0.8))
+    assert batch.full
+
+
 def test_closing_ends_a_collection_that_hangs() -> None:
     engines, rewards = Simulated(), Hangs()
     collector = collector_of(engines, rewards)

@@ -70,6 +70,8 @@ def _add_records(one: argparse.ArgumentParser) -> None:
     one.add_argument("--task", help="task of the records, for your own reward; prompts are the bare problems")
     text = "column with a right response, which a warm-up teaches (meta.target); default: none"
     one.add_argument("--target", metavar="COLUMN", help=text)
+    text = "column to keep: in the truth with --task, where a reward function finds it, otherwise in meta; repeatable"
+    one.add_argument("--keep", action="append", default=[], metavar="COLUMN", help=text)
     one.add_argument("--licence", default="", help="licence for the manifest; default: the source's")
     one.add_argument(
         "--revision", help="commit, tag or branch for --from hub; default: the pinned commit, else the newest"
@@ -195,6 +197,9 @@ def _options(arguments: argparse.Namespace) -> Any:
         raise ConfigError(f"--only {arguments.only}: {source.name} has no such part; known: {known}")
     if (arguments.since or arguments.until) and not source.date_column:
         raise ConfigError(f"--since, --until: the rows of {source.name} have no date")
+    if arguments.keep and (source.judged or source.size is not None):
+        why = "its truths are written later, by a judge" if source.judged else "it is generated, and has no columns"
+        raise ConfigError(f"--keep {arguments.keep[0]}: {source.name} cannot keep columns: {why}.  Fix: omit --keep")
     if (arguments.tokenizer is None) != (arguments.max_prompt_tokens is None):
         raise ConfigError("--tokenizer and --max-prompt-tokens must be used together.  Fix: give both or neither")
     for option in ("ngram", "workers", "judge_workers"):

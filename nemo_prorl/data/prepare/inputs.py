@@ -1,5 +1,6 @@
 """The options of a preparation, and the files that it reads."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -24,6 +25,7 @@ class PrepareOptions:
     `task`: task of the records; None: that of the source, whose plugin then checks truths and gold answers, and whose
         form of the answer is written into the prompts.
     `target`: --target: column with a right response, for the warm-up; None: no such column.
+    `keep`: --keep: columns for the truth of the user's own task, which a reward function gets; otherwise for `meta`.
     `only`: --only: a part of the source; "" means the whole source.
     `since`, `until`: the first and the last date, YYYY-MM-DD; None means the source's default.
     `columns`: --field: field -> name of its column in the source.
@@ -48,6 +50,7 @@ class PrepareOptions:
     form: str = "jsonl"
     task: str | None = None
     target: str | None = None
+    keep: Sequence[str] = ()
     columns: dict[str, str] = field(default_factory=dict)
     licence: str = ""
     revision: str | None = None

@@ -1,5 +1,6 @@
 """The preparation of a data set: reads the source, drops unusable rows, and writes the output folder."""
 
+import json
 import logging
 import random
 import shlex
@@ -116,9 +117,23 @@ class Preparation:
             if self._wanted is not None and not self._wanted(row):
                 continue
             drafted = self._outside(row) or opts.source.convert(row)
-            if isinstance(drafted, Draft) and opts.target and (target := str(row.needed(opts.target) or "").strip()):
-                drafted = replace(drafted, meta={**drafted.meta, "target": target})
+            if isinstance(drafted, Draft):
+                drafted = self._with_columns(drafted, row)
             self._add(str(file), row.line, drafted, f"{opts.name}-{self.read}", None)
+
+    def _with_columns(self, draft: Draft, row: Row) -> Draft:
+        """Return the draft with the columns of --keep and --target."""
+        target, kept = self.options.target, {}
+        if target and (response := str(row.column(f"--target {target}", target) or "").strip()):
+            draft = replace(draft, meta={**draft.meta, "target": response})
+        for name in self.options.keep:
+            value = row.column(f"--keep {name}", name)
+            if name in (draft.truth if self.own_task else draft.meta):
+                raise ConfigError(f"--keep {name}: the records have a field of this name.  Fix: rename the column")
+            kept[name] = json.loads(json.dumps(value, default=str))  # Parquet has values that JSON does not have
+        if self.own_task:
+            return replace(draft, truth={**draft.truth, **kept})
+        return replace(draft, meta={**draft.meta, **kept})
 
     def _outside(self, row: Row) -> Drop | None:
         """Return a Drop for a row before --since or after --until."""
@@ -344,8 +359,11 @@ class Preparation:
         if all(item.part is None for item in self.items):
             holdout = self._holdout()
             wanted = len(self.items) if holdout == ALL else holdout
-            if wanted > len(self.items):
-                raise ConfigError(f"--holdout {wanted}: only {len(self.items)} records are left")
+            if holdout != ALL and wanted >= len(self.items):
+                raise ConfigError(
+                    f"--holdout {wanted}: only {len(self.items)} records are left, and some must remain to train on."
+                    "  Fix: a smaller number; or all, for validation only"
+                )
             held = set(random.Random(f"{opts.seed}/holdout").sample(range(len(self.items)), wanted))
         parts: dict[Part, list[PromptRecord]] = {"train": [], "validation": []}
         for at, item in enumerate(self.items):

@@ -26,7 +26,19 @@ _log = logging.getLogger(__name__)
 _NEUTRAL = {"--out", "--from", "--against", "--workers", "--unsafe-no-sandbox", "--judge-url", "--judge-workers"}
 _NEUTRAL |= {"--judge-deadline-s"}
 _HEAD = ("folder", "source", "state", "read", "kept", "train", "validation", "seconds", "dropped")
-_OF_ONE_SOURCE = ("name", "size", "holdout", "field", "task", "licence", "revision", "since", "until", "estimate")
+_OF_ONE_SOURCE = (
+    "name",
+    "size",
+    "holdout",
+    "field",
+    "task",
+    "keep",
+    "licence",
+    "revision",
+    "since",
+    "until",
+    "estimate",
+)
 
 
 @dataclass

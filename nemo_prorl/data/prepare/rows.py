@@ -64,11 +64,11 @@ class Row:
             f"{', '.join(list(self.values)[:_SHOWN])}.  Fix: {options} if {why}"
         )
 
-    def column(self, field: str, name: str) -> Any:
-        """Return the value of a column that --field names; raises DataError if the row does not have it."""
+    def column(self, option: str, name: str) -> Any:
+        """Return the value of a column that an option names; raises DataError if the row does not have it."""
         if name not in self.values:
             shown = ", ".join(list(self.values)[:_SHOWN])
-            raise DataError(f"{self.where}: --field {field}={name}: there is no column {name!r}; the row has: {shown}")
+            raise DataError(f"{self.where}: {option}: there is no column {name!r}; the row has: {shown}")
         return self.values[name]
 
     def text(self, *names: str) -> str:
@@ -127,7 +127,8 @@ def read_rows(file: Path, columns: Mapping[str, str]) -> Iterator[Row]:
             raise DataError(f"{file}:{line}: a row must be an object, not {type(values).__name__}")
         row = Row(str(file), line, values)
         if columns:
-            row = Row(str(file), line, {**values, **{name: row.column(name, columns[name]) for name in columns}})
+            fields = {name: row.column(f"--field {name}={column}", column) for name, column in columns.items()}
+            row = Row(str(file), line, {**values, **fields})
         yield row
 
 

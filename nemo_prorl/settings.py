@@ -69,6 +69,20 @@ def load(overrides: list[str], config_file: Path | None = None, need_weights: bo
         need_weights: raise ConfigError if the model that the run begins with has no weights files; False: its
             config.json is enough.
     """
+    cfg = _unchecked(overrides, config_file, need_weights)
+    check(cfg, lambda: _other_stages(cfg, overrides) if config_file is None else [])
+    return cfg
+
+
+def _other_stages(cfg: DictConfig, overrides: list[str]) -> list[DictConfig]:
+    """Return the configurations, not checked, that the overrides give at the other stages; [] without a stage."""
+    others = [text for text in overrides if _parse([text])[0].key_or_group != "stage"]
+    names = [name for name in group_options(cfg.config_dir)["stage"] if name not in ("none", cfg.stage)]
+    return [_unchecked([*others, f"stage={name}"]) for name in names] if cfg.stage != "none" else []
+
+
+def _unchecked(overrides: list[str], config_file: Path | None = None, need_weights: bool = False) -> DictConfig:
+    """Return the configuration like `load`, before `check`."""
     parsed = _parse(overrides)
     groups = [o for o in parsed if o.key_or_group in group_options()]
     values = [o for o in parsed if o.key_or_group not in (*group_options(), "config_dir")]
@@ -100,7 +114,6 @@ def load(overrides: list[str], config_file: Path | None = None, need_weights: bo
     if cfg.rollout.dtype is None:
         # An engine in bf16 beside a trainer in float32 would miss updates that are smaller than bf16's spacing.
         cfg.rollout.dtype = "bfloat16" if str(cfg.trainer.precision).startswith("bf16") else "float32"
-    check(cfg)
     return cfg
 
 

@@ -26,7 +26,7 @@ from nemo_prorl.data.prepare.sources import SOURCES
 from nemo_prorl.data.prepared import PAPER
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.launcher.submission import CLUSTER
-from nemo_prorl.lifecycle.retention import complete
+from nemo_prorl.lifecycle.retention import FORMAT, complete
 from nemo_prorl.rewards.scaffold import new_plugin
 from tests.conftest import ROOT
 from tests.data import published
@@ -222,16 +222,25 @@ def done(words: Words) -> None:
 
 
 @commands_of("prorl plan", "prorl train", "prorl launch", slow=chains)
-def test_what_would_be_run_is_told(words: Words, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_would_be_run_is_told(
+    words: Words, place: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     prepared(place)
     dry = ["--dry-run"] if words[1] == "train" or "--here" in words else []
     if "--from" in words:
         checkpoint = Path(words[words.index("--from") + 1])
         finish(checkpoint.parents[2], "run3")
         (checkpoint.parent / "step-000020").rename(checkpoint)
+    forks = any(word.startswith("chain.start_from=runs/laptop") for word in words)
+    if forks:
+        finish(place / "runs", "run1")
+        (place / "runs" / "run1").rename(place / "runs" / "laptop")
+        state = {"format": FORMAT, "step": 20, "validation": {"scores": {}}, "resets": {"done": []}}
+        (place / "runs/laptop/checkpoints/step-000020/state.json").write_text(json.dumps(state))
     there = [f"data.folder={place / 'prepared'}"] if words[1] == "launch" else []  # jobs start in the project's folder
     done([*with_model(words, place)[1:], *there, *dry])
     assert len(capsys.readouterr().out) > 100
+    assert not forks or "cannot begin yet" not in caplog.text
 
 
 @commands_of("prorl convert")

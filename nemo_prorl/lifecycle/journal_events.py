@@ -100,6 +100,19 @@ class Alarm(_Line, AlarmFields):
     event: Literal["alarm"]
 
 
+class ChangeFields(TypedDict):
+    """The changes of a continued run's configuration."""
+
+    what: str
+    """keys with their new and old values"""
+
+
+class Change(_Line, ChangeFields):
+    """The run is continued from the checkpoint of `step` with other values of keys that may change."""
+
+    event: Literal["change"]
+
+
 RequestKind = Literal["reset", "validate", "checkpoint", "stop"]
 AnswerStatus = Literal["done", "refused", "dropped"]
 
@@ -131,4 +144,4 @@ class Finish(_Line):
     event: Literal["finish"]
 
 
-JournalEvent = Start | Validated | Reasoned | ResetCommit | Alarm | Answer | Finish
+JournalEvent = Start | Validated | Reasoned | ResetCommit | Alarm | Change | Answer | Finish

@@ -16,6 +16,7 @@ from nemo_prorl.files import read_objects, write_json
 from nemo_prorl.lifecycle.journal_events import (
     AlarmFields,
     AnswerFields,
+    ChangeFields,
     HeldOutScores,
     ReasonFields,
     Reset,
@@ -216,6 +217,8 @@ class Journal:
     def append(self, event: Literal["reset_commit"], step: int, **fields: Unpack[ResetFields]) -> None: ...
     @overload
     def append(self, event: Literal["alarm"], step: int, **fields: Unpack[AlarmFields]) -> None: ...
+    @overload
+    def append(self, event: Literal["change"], step: int, **fields: Unpack[ChangeFields]) -> None: ...
     @overload
     def append(self, event: Literal["control"], step: int, **fields: Unpack[AnswerFields]) -> None: ...
     @overload

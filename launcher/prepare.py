@@ -35,9 +35,11 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
     from nemo_prorl.launcher.doctor.network import wandb_fault
     from nemo_prorl.launcher.doctor.storage import check_storage
     from nemo_prorl.lifecycle.base_model import make_initial_model
-    from nemo_prorl.lifecycle.retention import check_continuable, clean, complete
+    from nemo_prorl.lifecycle.records import Journal
+    from nemo_prorl.lifecycle.retention import check_continuable, clean, complete, step_of
     from nemo_prorl.lifecycle.stages import origin
     from nemo_prorl.rewards.service import check_sandbox
+    from nemo_prorl.settings import changes, read_config
 
     check_node(cfg)
     if fault := wandb_fault(cfg, os.environ):
@@ -53,10 +55,12 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
     if any(plugin.needs_sandbox for plugin in plugins.values()):
         check_sandbox(cfg.rewards.unsafe_no_sandbox)
     clean(run_dir / "checkpoints")
+    saved, changed = run_dir / "config.yaml", ""
     if own := complete(run_dir / "checkpoints"):
         check_continuable(own[-1])
+        changed = changes(read_config(saved), cfg) if saved.is_file() else ""
     start = None if own else origin(cast(Config, cfg), run_dir)
-    if not (run_dir / "config.yaml").exists():  # written last: an earlier start failed, perhaps with other data
+    if not saved.exists():  # written last: an earlier start failed, perhaps with other data
         shutil.rmtree(run_dir / "init", ignore_errors=True)
     folder = make_initial_model(cfg, run_dir, every_task, start)
     check_shape(cfg.model, json.loads((folder / "config.json").read_text()), str(folder))
@@ -64,7 +68,10 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
     for name in ("logs", "endpoints", "checkpoints"):
         (run_dir / name).mkdir(exist_ok=True)
     (run_dir / "endpoints").chmod(0o700)
-    (run_dir / "config.yaml").write_text(config_text)
+    if changed:  # before config.yaml, so that a kill between the two does not lose the event
+        _log.info("the run goes on with other settings: %s", changed)
+        Journal(run_dir).append("change", step_of(own[-1]), what=changed)
+    saved.write_text(config_text)
     return sorted(plugins)
 
 

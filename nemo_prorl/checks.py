@@ -9,7 +9,7 @@ import math
 import operator
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,10 +30,13 @@ from nemo_prorl.sizing.memory_check import check_memory
 Fault = tuple[str, str]  # a key, and what is expected of its value
 
 
-def check(cfg: DictConfig) -> None:
+def check(cfg: DictConfig, stages: Callable[[], Sequence[DictConfig]] = tuple) -> None:
     """Raise ConfigError for the first value or combination in a resolved configuration that cannot work.
 
     Data files may be missing: a plan and an evaluation do not need them; for a run, `data/prepared.py` checks them.
+
+    Args:
+        stages: as in `check_memory`.
     """
     for part in (
         _ranges,
@@ -51,7 +54,7 @@ def check(cfg: DictConfig) -> None:
     ):
         for key, reason in part(cfg):
             raise _wrong(cfg, key, reason)
-    check_memory(cfg, device_bytes(cfg))
+    check_memory(cfg, device_bytes(cfg), stages)
 
 
 # key -> end of the error about a number outside the key's range

@@ -204,11 +204,15 @@ class ResetsConfig:
         "advise",
         "effect of the rules: none (manual), alarms (advise), alarms and resets (auto)",
         choices=("manual", "advise", "auto"),
+        may_change=True,
     )
-    at_steps: list[int] = key(list, "steps after whose updates a reset takes place")
-    every: int | None = key(None, "steps between resets; null: no regular resets", least=1)
+    at_steps: list[int] = key(list, "steps after whose updates a reset takes place", may_change=True)
+    every: int | None = key(None, "steps between resets; null: no regular resets", least=1, may_change=True)
+    # Parts, factor and rise also decide the learning rate after resets that were made before, so they may not change.
     parts: str = key("both", "what is reset; one part alone for ablations", choices=("both", "reference", "optimizer"))
-    roll_back: bool = key(False, "at a reset return to the best validated weights since the last reset, if kept")
+    roll_back: bool = key(
+        False, "at a reset return to the best validated weights since the last reset, if kept", may_change=True
+    )
     lr_factor: float = key(1.0, "factor that multiplies the learning rate at each reset", above=0)
     lr_warmup_steps: int = key(
         0, "steps of rising learning rate after a reset of the optimizer; 0: as model.optim.sched", least=0
@@ -218,8 +222,9 @@ class ResetsConfig:
         "allowed gap between policy and reference right after a reset, nats per token; null: by precision, 1e-5 to"
         " 1e-3",
         least=0,
+        may_change=True,
     )
-    rules: ResetRulesConfig = field(default_factory=ResetRulesConfig)
+    rules: ResetRulesConfig = key(ResetRulesConfig, "settings of the rules", may_change=True)
 
 
 @dataclass

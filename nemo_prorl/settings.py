@@ -38,6 +38,7 @@ from nemo_prorl.data.hub import model_folder
 from nemo_prorl.data.prepared import check_data
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.files import first_line
+from nemo_prorl.lifecycle.retention import complete
 from nemo_prorl.migration.names import meant
 from nemo_prorl.rewards.functions import absolute
 from nemo_prorl.sizing.memory import is_small
@@ -69,6 +70,20 @@ def load(overrides: list[str], config_file: Path | None = None, need_weights: bo
         need_weights: raise ConfigError if the model that the run begins with has no weights files; False: its
             config.json is enough.
     """
+    cfg = _unchecked(overrides, config_file, need_weights)
+    check(cfg, lambda: _other_stages(cfg, overrides) if config_file is None else [])
+    return cfg
+
+
+def _other_stages(cfg: DictConfig, overrides: list[str]) -> list[DictConfig]:
+    """Return the configurations, not checked, that the overrides give at the other stages; [] without a stage."""
+    others = [text for text in overrides if _parse([text])[0].key_or_group != "stage"]
+    names = [name for name in group_options(cfg.config_dir)["stage"] if name not in ("none", cfg.stage)]
+    return [_unchecked([*others, f"stage={name}"]) for name in names] if cfg.stage != "none" else []
+
+
+def _unchecked(overrides: list[str], config_file: Path | None = None, need_weights: bool = False) -> DictConfig:
+    """Return the configuration like `load`, before `check`."""
     parsed = _parse(overrides)
     groups = [o for o in parsed if o.key_or_group in group_options()]
     values = [o for o in parsed if o.key_or_group not in (*group_options(), "config_dir")]
@@ -100,7 +115,6 @@ def load(overrides: list[str], config_file: Path | None = None, need_weights: bo
     if cfg.rollout.dtype is None:
         # An engine in bf16 beside a trainer in float32 would miss updates that are smaller than bf16's spacing.
         cfg.rollout.dtype = "bfloat16" if str(cfg.trainer.precision).startswith("bf16") else "float32"
-    check(cfg)
     return cfg
 
 
@@ -172,24 +186,41 @@ def check_same_run(old: DictConfig, new: DictConfig) -> None:
     """Raise ConfigError if `new` is not a continuation of the run whose configuration is `old`.
 
     A continued run may raise `max_steps` and change the keys that `config` marks with `may_change`, such as the
-    parallel layout, deadlines and logging.
+    parallel layout, deadlines, logging, and when later hard resets are made.
     """
-    before, after = (dict(leaves(OmegaConf.to_container(cfg, resolve=True))) for cfg in (old, new))
-    differences = []
-    for key in sorted(before.keys() | after.keys()):
-        was, wanted = before.get(key), after.get(key)
-        if was != wanted and not _may_change(key) and not _same_path(key, was, wanted):
-            differences.append(f"{key}={wanted} (the run has {was})")
-    if differences:
+    changed = {key: both for key, both in _differences(old, new).items() if not _may_change(key)}
+    if changed:
+        differences = ", ".join(f"{key}={wanted} (the run has {was})" for key, (was, wanted) in changed.items())
+        saved = complete(Path(old.run_dir) / "checkpoints")
+        fork = f", or fork it: run_dir=NEW chain.start_from={saved[-1]}" if saved else ""
         raise ConfigError(
-            f"{old.run_dir} holds a run with another configuration: {', '.join(differences)}.\n"
-            "Fix: keep the run's values of these keys to continue it, or start another run with run_dir=..."
+            f"{old.run_dir} holds a run with another configuration: {differences}.\n"
+            f"Fix: keep the run's values of these keys to continue it, or start another run with run_dir=...{fork}"
         )
     was, wanted = old.trainer.grpo.max_steps, new.trainer.grpo.max_steps
     if wanted < was:
         raise ConfigError(
             f"trainer.grpo.max_steps={wanted}: expected at least {was}, the value that {old.run_dir} was started with"
         )
+
+
+def changes(old: DictConfig, new: DictConfig) -> str:
+    """Return the changes of a continued run to its training, layout and engines; "" if there are none.
+
+    Such as `trainer.resets.mode=auto (was advise), trainer.resets.every=40 (was None)`.
+    """
+    found = {key: both for key, both in _differences(old, new).items() if key.startswith(_RECORDED)}
+    return ", ".join(f"{key}={wanted} (was {was})" for key, (was, wanted) in found.items())
+
+
+_RECORDED = ("trainer.", "model.", "rollout.")  # sections whose changes the journal of a continued run records
+
+
+def _differences(old: DictConfig, new: DictConfig) -> dict[str, tuple[Any, Any]]:
+    """Return {key: (value in `old`, value in `new`)} of the keys that differ."""
+    before, after = (dict(leaves(OmegaConf.to_container(cfg, resolve=True))) for cfg in (old, new))
+    both = {key: (before.get(key), after.get(key)) for key in sorted(before.keys() | after.keys())}
+    return {key: pair for key, pair in both.items() if pair[0] != pair[1] and not _same_path(key, *pair)}
 
 
 def _may_change(key: str) -> bool:

@@ -547,6 +547,7 @@ class TestContinuing:
     @pytest.mark.parametrize(
         "override",
         ["seed=3", "trainer.grpo.kl_coef=0.1", "model.optim.lr=1", "model.hidden_size=64", "deterministic=true"]
+        + ["trainer.resets.parts=reference", "trainer.resets.lr_factor=0.5", "trainer.resets.lr_warmup_steps=3"]
         + ["data.train.0.weight=7", "stage=run2", "trainer.warmup.steps=1", "trainer.grpo.max_steps=49"],
     )
     def test_what_makes_another_run_is_refused(self, override: str) -> None:
@@ -556,6 +557,17 @@ class TestContinuing:
         assert "held" in str(caught.value)
         assert override in str(caught.value).replace("=True", "=true").replace("=1.0", "=1").replace("=7.0", "=7")
 
+    def test_a_refusal_offers_a_fork_from_the_newest_checkpoint(self) -> None:
+        with pytest.raises(ConfigError) as caught:
+            settings.load_run(["run_dir=held", "seed=3"])
+        assert str(caught.value).endswith("start another run with run_dir=...")
+        for step in (20, 30):
+            (Path("held/checkpoints") / f"step-{step:06d}").mkdir(parents=True)
+        (Path("held/checkpoints") / "step-000020" / "state.json").write_text("{}")  # that of step 30 is not complete
+        with pytest.raises(ConfigError) as caught:
+            settings.load_run(["run_dir=held", "seed=3"])
+        assert str(caught.value).endswith("or fork it: run_dir=NEW chain.start_from=held/checkpoints/step-000020")
+
     @pytest.mark.parametrize(
         "overrides",
         [
@@ -564,6 +576,8 @@ class TestContinuing:
             ["trainer.num_nodes=2", "rollout.engines=2", "model.pipeline_model_parallel_size=2"],
             ["trainer.grpo.checkpoint_every=3", "trainer.grpo.keep_checkpoints=9"],
             ["trainer.deadlines.rollout_s=5", "exp_manager.create_wandb_logger=true", "rewards.workers=2"],
+            ["trainer.resets.mode=auto", "trainer.resets.at_steps=[30]", "trainer.resets.roll_back=true"],
+            ["trainer.resets.every=40", "trainer.resets.rules.drop_min=0.1", "trainer.resets.kl_after_reset=0.1"],
         ],
         ids=" ".join,
     )

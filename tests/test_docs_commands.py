@@ -26,7 +26,7 @@ from nemo_prorl.data.prepare.sources import SOURCES
 from nemo_prorl.data.prepared import PAPER
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.launcher.submission import CLUSTER
-from nemo_prorl.lifecycle.retention import complete
+from nemo_prorl.lifecycle.retention import FORMAT, complete
 from nemo_prorl.rewards.scaffold import new_plugin
 from tests.conftest import ROOT
 from tests.data import published
@@ -66,6 +66,7 @@ WHOLE = {"prorl doctor", "prorl probe", "prorl evaluate", "prorl watch", "prorl 
 ELSEWHERE = {  # why not here
     "paper.md": "tests/paper/test_miniature.py walks the page's commands in their order",
     "hf": "tests/data/test_prepare_hub.py holds the message that has this command",
+    "own_loss.md": "tests/lifecycle/test_own_functions.py runs the page's commands",
     "plugins.md": "tests/rewards/test_scaffold.py runs the page's commands in their order",
     "make": "tests/test_docs.py asks make what it would run, which is run in small here and in tests/test_main_job.py",
     "ablations.py": "hours of work: tests/test_docs.py looks for its options",
@@ -80,7 +81,7 @@ ELSEWHERE = {  # why not here
 def way_of(page: str, words: Words) -> str:
     """What a command counts as; raises for one that nothing here runs."""
     program = Path(words[0]).name
-    if page in ("plugins.md", "paper.md"):
+    if page in ("plugins.md", "paper.md", "own_loss.md"):
         return page
     if page == "container.md" and program in ("docker", "enroot", "srun"):
         return "container"
@@ -222,16 +223,25 @@ def done(words: Words) -> None:
 
 
 @commands_of("prorl plan", "prorl train", "prorl launch", slow=chains)
-def test_what_would_be_run_is_told(words: Words, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_would_be_run_is_told(
+    words: Words, place: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     prepared(place)
     dry = ["--dry-run"] if words[1] == "train" or "--here" in words else []
     if "--from" in words:
         checkpoint = Path(words[words.index("--from") + 1])
         finish(checkpoint.parents[2], "run3")
         (checkpoint.parent / "step-000020").rename(checkpoint)
+    forks = any(word.startswith("chain.start_from=runs/laptop") for word in words)
+    if forks:
+        finish(place / "runs", "run1")
+        (place / "runs" / "run1").rename(place / "runs" / "laptop")
+        state = {"format": FORMAT, "step": 20, "validation": {"scores": {}}, "resets": {"done": []}}
+        (place / "runs/laptop/checkpoints/step-000020/state.json").write_text(json.dumps(state))
     there = [f"data.folder={place / 'prepared'}"] if words[1] == "launch" else []  # jobs start in the project's folder
     done([*with_model(words, place)[1:], *there, *dry])
     assert len(capsys.readouterr().out) > 100
+    assert not forks or "cannot begin yet" not in caplog.text
 
 
 @commands_of("prorl convert")

@@ -432,6 +432,7 @@ def test_journal_and_rollouts_fit(tmp_path: Path) -> None:
     journal.append("reset_commit", 2, reason="at_steps", reference_sha256=SHA)
     journal.append("stop", 3, reason="stopped after step 3")
     journal.append("failure", 3, reason="RewardFailure: no verdict (trainer-0 ended with status 1)")
+    journal.append("change", 3, what="trainer.resets.mode=auto (was advise)")
     journal.append("resume", 3, stage="none", version="0.1.0")
     answer: Any = {
         "request": "a-1",
@@ -446,8 +447,16 @@ def test_journal_and_rollouts_fit(tmp_path: Path) -> None:
     assert [f for event in journal.events() for f in against("journal-event", event)] == []
     assert against("journal-event", {"event": "party", "step": 1, "time": 0.0})
     assert against("journal-event", {"event": "reset_commit", "step": 1, "time": 0.0, "reason": "r"})
-    files = ("rank.py", "trainer.py", "launcher/events.py", *(f"lifecycle/{name}.py" for name in NOTING))
-    written = set(re.findall(r'(?:journal\.append|\.event)\(\s*"(\w+)"', "".join(map(source, files))))
+    files = (
+        "rank.py",
+        "trainer.py",
+        "launcher/events.py",
+        "launcher/prepare.py",
+        *(f"lifecycle/{name}.py" for name in NOTING),
+    )
+    written = set(
+        re.findall(r'(?:journal\.append|Journal\(run_dir\)\.append|\.event)\(\s*"(\w+)"', "".join(map(source, files)))
+    )
     assert written == {name for kind in get_args(JournalEvent) for name in get_args(kind.__annotations__["event"])}
 
     response = Response(0, [3, 4], [-1.0, -1.0], "stop", 2)

@@ -80,6 +80,14 @@ class Alarm(_Line):
     event: Literal["alarm"]
 
 
+class Change(_Line):
+    """The run is continued from the checkpoint of `step` with other values of keys that may change."""
+
+    what: str
+    """keys with their new and old values"""
+    event: Literal["change"]
+
+
 RequestKind = Literal["reset", "validate", "checkpoint", "stop"]
 AnswerStatus = Literal["done", "refused", "dropped"]
 
@@ -106,4 +114,4 @@ class Finish(_Line):
     event: Literal["finish"]
 
 
-JournalEvent = Start | Validated | Reasoned | ResetCommit | Alarm | Answer | Finish
+JournalEvent = Start | Validated | Reasoned | ResetCommit | Alarm | Change | Answer | Finish

@@ -5,12 +5,16 @@ import os
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
+from typing import cast
 
 from omegaconf import DictConfig
 
 from nemo_prorl.algorithms.schedule import warmup_steps
-from nemo_prorl.config import num_data_ranks, responses_per_step
+from nemo_prorl.config import Config, num_data_ranks, responses_per_step
 from nemo_prorl.data.prepared import missing_files, task_of
+from nemo_prorl.lifecycle.base_model import warms_up
+from nemo_prorl.lifecycle.retention import complete, read_state, step_of
+from nemo_prorl.lifecycle.stages import origin
 from nemo_prorl.lifecycle.tolerances import engine_gap_alarm, kl_after_reset
 from nemo_prorl.planning import time_limit
 from nemo_prorl.planning.columns import columns
@@ -53,19 +57,21 @@ def run_rows(cfg: DictConfig, lengths: str = "not checked") -> dict[str, str]:
 
     Args:
         lengths: the lengths of the prompts, as text.
+
+    Raises:
+        ConfigError: the run cannot begin with the checkpoint that `chain.start_from` names.
     """
     trainer, grpo, model, rollout = cfg.trainer, cfg.trainer.grpo, cfg.model, cfg.rollout
     tp, pp = model.tensor_model_parallel_size, model.pipeline_model_parallel_size
     responses = responses_per_step(cfg)
     millions = model.num_layers * layer_parameters(ModelShape.of(model, vocab=1)) / 1e6
-    resets = ", ".join(map(str, trainer.resets.at_steps)) or "at no fixed step"
     return {
         "run directory": cfg.run_dir,
         "stage": cfg.stage,
         "seed": f"{cfg.seed}{' (deterministic)' if cfg.deterministic else ''}",
         "policy": f"{model.num_layers} layers x {model.hidden_size}, {model.num_attention_heads} heads,"
         f" {model.num_query_groups} query groups, {millions:.1f} million parameters without the vocabulary",
-        "first weights": cfg.pretrained_checkpoint.restore_from_path or "random, with a tokenizer made for the data",
+        "first weights": _first_weights(cfg),
         "machines": f"{trainer.num_nodes} x {trainer.devices} {trainer.accelerator}, precision {trainer.precision}",
         **_cores(cfg),
         "parallel layout": f"TP {tp} x PP {pp} x DP {num_data_ranks(cfg)}",
@@ -75,7 +81,9 @@ def run_rows(cfg: DictConfig, lengths: str = "not checked") -> dict[str, str]:
             if rollout.own_devices
             else ""
         ),
-        "warm-up": f"{trainer.warmup.steps} steps of {trainer.warmup.batch_size}, lr {trainer.warmup.lr:g}",
+        "warm-up": f"{trainer.warmup.steps} steps of {trainer.warmup.batch_size}, lr {trainer.warmup.lr:g}"
+        if warms_up(cast(Config, cfg))
+        else "none",
         "steps": str(grpo.max_steps),
         "a step": f"{grpo.prompts_per_step} prompts x {grpo.samples_per_prompt} = {responses} responses,"
         f" {grpo.updates_per_step} updates of {responses // grpo.updates_per_step}, lr {_rate(cfg)}",
@@ -88,7 +96,7 @@ def run_rows(cfg: DictConfig, lengths: str = "not checked") -> dict[str, str]:
         "dynamic sampling": f"at most {grpo.dynamic_sampling.max_draw_factor:g} x the prompts"
         if grpo.dynamic_sampling.enabled
         else "off",
-        "hard resets": f"{trainer.resets.mode}; {resets}",
+        "hard resets": _resets(trainer.resets, grpo.max_steps),
         "checkpoints": f"every {grpo.checkpoint_every} steps, {grpo.keep_checkpoints} kept",
         "validation": f"every {grpo.validate_every} steps, {grpo.validation_samples} responses per prompt, temperature"
         f" {grpo.validation_temperature:g}",
@@ -99,6 +107,37 @@ def run_rows(cfg: DictConfig, lengths: str = "not checked") -> dict[str, str]:
         "prompt lengths": lengths,
         **_functions(cfg),
     }
+
+
+def _first_weights(cfg: DictConfig) -> str:
+    """Return in words where the weights of the first step come from.  Raises ConfigError like `prorl train`."""
+    run_dir, given = Path(cfg.run_dir), cfg.chain.start_from
+    if own := complete(run_dir / "checkpoints"):
+        return f"this run's own: it continues after step {step_of(own[-1])}"
+    reset = "with a hard reset at step 0" if cfg.chain.hard_reset else "with its reference and optimizer"
+    if given is None and cfg.chain.after is not None:
+        which = "best" if cfg.trainer.resets.roll_back else "last"
+        return f"starts from the {which} checkpoint of {run_dir.parent / cfg.chain.after}, {reset}"
+    if (start := origin(cast(Config, cfg), run_dir)) is not None:
+        step = read_state(start.checkpoint)["step"]
+        return f"starts from {start.run_dir or start.checkpoint}, step {step}, {reset}"
+    return cfg.pretrained_checkpoint.restore_from_path or "random, with a tokenizer made for the data"
+
+
+def _resets(resets: DictConfig, steps: int) -> str:
+    """Return in words when hard resets are made in a run of this many steps, and what they change."""
+    fixed = {step for step in range(1, steps + 1) if resets.every is not None and step % resets.every == 0}
+    when = [f"every {resets.every} steps"] if resets.every is not None else []
+    if resets.at_steps:
+        when.append(f"after steps {', '.join(map(str, sorted(resets.at_steps)))}")
+    count = len(fixed | set(resets.at_steps))
+    at = f"{' and '.join(when)} ({count} reset{'' if count == 1 else 's'})" if when else "at no fixed step"
+    texts = [f"{resets.mode}; {at}, of {'reference and optimizer' if resets.parts == 'both' else resets.parts}"]
+    if resets.roll_back:
+        texts.append("back to the best weights")
+    if resets.lr_factor != 1:
+        texts.append(f"learning rate x {resets.lr_factor:g} each")
+    return "; ".join(texts)
 
 
 def _rate(cfg: DictConfig) -> str:

@@ -288,7 +288,7 @@ def _stage(cfg: DictConfig, before: DictConfig | None, chosen: bool, rates: Rate
         name=cfg.stage,
         chosen=chosen,
         changes=_changes(before, cfg),
-        hard_reset=cfg.chain.hard_reset if cfg.stage != "none" else False,
+        hard_reset=cfg.chain.hard_reset and (cfg.stage != "none" or cfg.chain.start_from is not None),
         steps=grpo.max_steps,
         responses=responses,
         tokens_at_most=bound,

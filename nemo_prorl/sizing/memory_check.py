@@ -1,6 +1,8 @@
-"""Check that a run fits a GPU's memory; the error lists single changes of the configuration that make it fit."""
+"""Check that a run fits a GPU's memory; the error lists changes of the configuration that make it fit."""
 
 import copy
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -10,12 +12,18 @@ from nemo_prorl.errors import ConfigError
 from nemo_prorl.sizing.memory import GB, Memory, device_source, memory_of, micro_batch_tokens, micro_batch_words
 from nemo_prorl.sizing.phases import allocations, phase_bytes
 
+_ENOUGH = 3  # pairs of changes that an error names
 
-def check_memory(cfg: DictConfig, device_bytes: float | None) -> Memory:
+
+def check_memory(
+    cfg: DictConfig, device_bytes: float | None, stages: Callable[[], Sequence[DictConfig]] = tuple
+) -> Memory:
     """Return the sizes of a checked configuration, if the run fits.
 
     Args:
         device_bytes: memory of a GPU; None (on a CPU, or unknown): only the KV cache is checked.
+        stages: returns the configurations, perhaps unchecked, of all stages of the same chain; called if the run does
+            not fit.  A change that the error names makes each of them fit.
 
     Raises:
         ConfigError: the KV cache is too small for one sequence that fills the context (vLLM would refuse to start), or
@@ -31,12 +39,19 @@ def check_memory(cfg: DictConfig, device_bytes: float | None) -> Memory:
         )
     if device_bytes is None or memory.needed <= device_bytes:
         return memory
-    fits = _what_fits(cfg, device_bytes)
+    others = stages()
+    fits, who = _what_fits([cfg, *others], device_bytes), "it fits"
+    if others and not fits:
+        fits, who = _what_fits([cfg], device_bytes), "this stage fits, but not the whole chain,"
     parts = ", ".join(f"{name} {value / GB:.1f} GB" for name, value in _parts(memory).items())
     raise ConfigError(
         f"{_subject(cfg, memory)}: a GPU needs {memory.needed:,} bytes ({parts}),"
         f" {device_source(cfg)} has {int(device_bytes):,}. "
-        + (f"Fix: it fits with {'; or '.join(fits)}" if fits else "No single change of layout or batch makes it fit")
+        + (
+            f"Fix: {who} with {'; or '.join(fits)}"
+            if fits
+            else "No change of layout or batch makes it fit, nor do two of them"
+        )
     )
 
 
@@ -61,31 +76,69 @@ def _parts(memory: Memory) -> dict[str, int]:
     return {part.name: part.bytes for part in allocations(memory) if fullest in part.phases}
 
 
-def _what_fits(cfg: DictConfig, device_bytes: float) -> list[str]:
-    """Return changes of the configuration that each make the run fit, as text with the GB needed after the change."""
+def _what_fits(cfgs: Sequence[DictConfig], device_bytes: float) -> list[str]:
+    """Return changes that each make all of `cfgs` fit, as text with the GB needed after the change.
+
+    Pairs of changes are tried if no single change helps.
+
+    Args:
+        cfgs: the refused run, and the stages of its chain.
+    """
+    cfgs = sorted(cfgs, key=lambda cfg: memory_of(cfg).needed, reverse=True)  # the hardest first, which ends most tries
+    singles = _changes(cfgs[0], max(cfg.trainer.grpo.context_tokens for cfg in cfgs))
+    pairs = (a | b for a, b in itertools.combinations(singles, 2) if a.keys().isdisjoint(b))
+    found = list(_fitting(cfgs, singles, device_bytes))
+    return found or list(itertools.islice(_fitting(cfgs, pairs, device_bytes), _ENOUGH))
+
+
+def _fitting(cfgs: Sequence[DictConfig], changes: Iterable[dict[str, Any]], device_bytes: float) -> Iterator[str]:
+    """Yield, as text, those of `changes` that make all of `cfgs` fit; of several values of the same keys the first."""
+    seen = set()
+    for change in changes:
+        if (keys := tuple(change)) in seen or (needed := _needed(cfgs, change, device_bytes)) is None:
+            continue
+        seen.add(keys)
+        words = " ".join(f"{key}={'null' if value is None else value}" for key, value in change.items())
+        yield f"{words} (needs {needed / GB:.1f} GB)"
+
+
+def _needed(cfgs: Sequence[DictConfig], change: dict[str, Any], device_bytes: float) -> int | None:
+    """Return the most bytes that one of `cfgs` needs with the change; None if one would still be refused."""
+    most = 0
+    for cfg in cfgs:
+        changed = copy.deepcopy(cfg)
+        for key, value in change.items():
+            OmegaConf.update(changed, key, value, force_add=True)
+        memory = memory_of(changed)
+        most = max(most, memory.needed)
+        if most > device_bytes or (memory.kv_configured is not None and memory.kv_configured < memory.kv_sequence):
+            return None
+    return most
+
+
+def _changes(cfg: DictConfig, longest: int) -> list[dict[str, Any]]:
+    """Return changes, as {key: new value}, that may make a run smaller; of several values of a key the mildest first.
+
+    Args:
+        longest: tokens of the longest context of the chain.
+    """
     changes: list[dict[str, Any]] = []
     if cfg.rollout.sleep is None and not cfg.rollout.own_devices:
         changes.append({"rollout.sleep": 2})
     if cfg.rollout.kv_cache_mb is not None:
         changes.append({"rollout.kv_cache_mb": None})
-    context, micro = cfg.trainer.grpo.context_tokens, micro_batch_tokens(cfg) // cfg.trainer.grpo.context_tokens // 2
+    micro = micro_batch_tokens(cfg) // cfg.trainer.grpo.context_tokens // 2
     while micro >= 1:
         changes.append({"model.micro_batch_size": micro})
         micro //= 2
-    if micro_batch_tokens(cfg) > context:
-        changes.append({"model.micro_batch_tokens": context})
+    if micro_batch_tokens(cfg) > longest:
+        changes.append({"model.micro_batch_tokens": longest})
     changes.append({"trainer.grpo.logprob_chunk_tokens": 1024})
     recompute = {"granularity": "full", "method": "uniform", "num_layers": 1}
     changes.append({f"model.activations_checkpoint_{name}": value for name, value in recompute.items()})
     tp = 2 * cfg.model.tensor_model_parallel_size
-    if not any(n % tp for n in (cfg.model.num_query_groups, cfg.model.make_vocab_size_divisible_by, num_ranks(cfg))):
+    ranks = num_ranks(cfg)
+    while not any(n % tp for n in (cfg.model.num_query_groups, cfg.model.make_vocab_size_divisible_by, ranks)):
         changes.append({"model.tensor_model_parallel_size": tp, "model.sequence_parallel": True})
-    fits: dict[tuple[str, ...], str] = {}  # by the changed keys: the first change of a key that is enough
-    for change in changes:
-        other = copy.deepcopy(cfg)
-        for key, value in change.items():
-            OmegaConf.update(other, key, value, force_add=True)
-        if (needed := memory_of(other).needed) <= device_bytes:
-            words = " ".join(f"{key}={'null' if value is None else value}" for key, value in change.items())
-            fits.setdefault(tuple(change), f"{words} (needs {needed / GB:.1f} GB)")
-    return list(fits.values())
+        tp *= 2
+    return changes

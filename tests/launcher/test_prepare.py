@@ -14,6 +14,7 @@ from nemo_prorl.errors import CheckpointError, ConfigError, DataError, ProrlErro
 from nemo_prorl.launcher.doctor import storage
 from nemo_prorl.launcher.job import StillInUse, locked, run
 from nemo_prorl.launcher.prepare import prepare
+from nemo_prorl.lifecycle.records import Journal
 from nemo_prorl.lifecycle.retention import FORMAT
 from nemo_prorl.rollout.weights import WeightStore, weights_folder
 from nemo_prorl.settings import load, resolved_yaml
@@ -79,6 +80,30 @@ def test_a_start_cleans_and_checks_the_checkpoints_of_the_start_before(tmp_path:
     (checkpoints / "step-000001" / "state.json").write_text(json.dumps({"format": FORMAT, "version": "0.0.1"}))
     with pytest.raises(CheckpointError, match="was written by version 0.0.1"):
         prepared(tmp_path, [record()])
+
+
+def test_changes_of_a_continued_run_are_in_its_journal(tmp_path: Path) -> None:
+    def events() -> list[tuple[str, int, str]]:
+        return [(event["event"], event["step"], event["what"]) for event in Journal(tmp_path / "run").events()]
+
+    prepared(tmp_path, [record()])
+    prepared(tmp_path, [record()], "trainer.resets.every=30")  # nothing was trained yet
+    assert events() == []
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000007"
+    checkpoint.mkdir()
+    (checkpoint / "state.json").write_text(json.dumps({"format": FORMAT, "version": __version__}))
+    more = ["trainer.resets.mode=auto", "trainer.grpo.max_steps=150", "exp_manager.create_wandb_logger=false"]
+    prepared(tmp_path, [record()], *more)
+    assert events() == [
+        (
+            "change",
+            7,
+            "trainer.grpo.max_steps=150 (was 120), trainer.resets.every=None (was 30), trainer.resets.mode=auto (was"
+            " advise)",
+        )
+    ]
+    prepared(tmp_path, [record()], *more)
+    assert len(events()) == 1
 
 
 def test_validation_is_judged_too_and_code_needs_a_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -242,7 +242,7 @@ def test_a_rank_that_was_killed_may_have_lacked_memory(tmp_path: Path) -> None:
     killed = "import os; os.kill(os.getpid(), 9)"
     node = SmallNode(tmp_path, SLEEPS, killed)
     says = "; it was killed by SIGKILL, often because memory was exhausted (dmesg, or the memory limit of the job);"
-    assert node.run().what.endswith(f"{says} the same command begins anew, because no checkpoint was complete")
+    assert node.run().what.endswith(f"{says} the same command begins again, because no checkpoint was complete")
     assert "SIGKILL" not in SmallNode(tmp_path / "other", SLEEPS, "exit(7)").run().what
     assert "; it was killed by SIGKILL" in SmallNode(tmp_path / "shell", SLEEPS, "exit(137)").run().what
 

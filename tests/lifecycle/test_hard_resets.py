@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_prorl.config import ResetsConfig, ShapingConfig
+from nemo_prorl.config import ResetRulesConfig, ResetsConfig, ShapingConfig
 from nemo_prorl.errors import ResetFailure
 from nemo_prorl.trainer import Trainer
 from tests.lifecycle.small_run import LR, Killed, SmallPolicy, SmallRun, config, killed_at, parts_of
@@ -96,6 +96,30 @@ def test_regular_resets_come_every_so_many_steps(tmp_path: Path, monkeypatch: py
     run = SmallRun(config(tmp_path, ResetsConfig(every=2), max_steps=5))
     trainer = trained(run, monkeypatch)
     assert [(reset["step"], reset["reason"]) for reset in trainer.resets.done] == [(2, "every"), (4, "every")]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"at_steps": [4], "roll_back": True},
+        {"every": 4, "mode": "auto", "rules": ResetRulesConfig(cooldown_steps=7), "kl_after_reset": 0.1},
+    ],
+    ids=" ".join,
+)
+def test_resets_changed_in_a_continued_run_act_from_there_on(
+    changed: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With each key that may change, it equals a run that had the new value from the start, if nothing came before."""
+    scores = {0: 0.1, 1: 0.9, 2: 0.5, 3: 0.2, 4: 0.1}
+    undisturbed = SmallRun(config(tmp_path / "a", ResetsConfig(**changed), max_steps=6, validate_every=1))
+    trained(undisturbed, monkeypatch, scores)
+    assert [event["step"] for event in undisturbed.events("reset_commit")] == [4]
+    run = SmallRun(config(tmp_path / "b", ResetsConfig(), max_steps=2, validate_every=1))
+    trained(run, monkeypatch, scores)
+    run.cfg = config(tmp_path / "b", ResetsConfig(**changed), max_steps=6, validate_every=1)
+    trained(run, monkeypatch, scores)
+    assert account(run) == account(undisturbed)
+    assert same(run.policy.state(), undisturbed.policy.state())
 
 
 def test_after_a_reset_adam_counts_from_0_and_kl_is_measured_to_the_new_reference(

@@ -103,6 +103,9 @@ def test_the_page_s_examples_pass_the_check_and_a_faulty_one_does_not(
     commands = re.findall(r"^prorl (check-function .*)$", page, re.MULTILINE)
     assert [main(command.split()) for command in commands] == [0, 0]
     assert "loss mine.py:pure: 7 of 7 properties hold" in capsys.readouterr().out
+    runs = re.findall(r"^prorl train (.*)$", page, re.MULTILINE)
+    assert [main(["train", "--dry-run", *words.split()]) for words in runs] == [0, 0]
+    assert f"advantage: {tmp_path}/mine.py:sign" in capsys.readouterr().out
     (tmp_path / "other.py").write_text(
         "def pure(logp_BT, old, advantage_BT, mask, c):\n    return -logp_BT * advantage_BT\n"
     )

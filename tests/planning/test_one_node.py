@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from nemo_prorl import cli, settings
+from tests.planning.memory_cases import QWEN_7B
 
 pytestmark = pytest.mark.starts
 
@@ -106,3 +107,28 @@ def test_following_each_fix_leads_to_a_plan(given: list[str], first: str, caplog
         words += fix[1].split()
         assert len(fixes) <= 6, fixes
     assert fixes[0] == first
+
+
+def fixes_of(words: list[str], caplog: pytest.LogCaptureFixture) -> list[list[str]]:
+    """Return the alternatives that the refusal of a plan offers."""
+    caplog.clear()
+    assert cli.main(["plan", *words]) == 2
+    return [fix.split() for fix in re.findall(r"((?:[\w.]+=\w+ )+)\(needs", caplog.text)]
+
+
+def test_a_fix_makes_every_stage_of_the_plan_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """7B on one node: recomputing all layers would be enough for run1, and not for run8."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
+    words = ["cluster=h100_1x8", f"pretrained_checkpoint.restore_from_path={tmp_path}", "stage=run1"]
+    fixes = fixes_of(words, caplog)
+    assert fixes == [["model.tensor_model_parallel_size=4", "model.sequence_parallel=True"]]
+    for fix in fixes:
+        assert cli.main(["plan", *words, *fix]) == 0
+    small = [*words[:2], "rollout.device_memory_gb=50"]  # no single change helps
+    pairs = fixes_of(small, caplog)
+    assert len(pairs) == 3
+    for pair in pairs:
+        assert cli.main(["plan", *small, *pair]) == 0
+    assert "run1" not in caplog.text
+    assert fixes_of([*small, "stage=run1"], caplog) == pairs
+    assert "Fix: this stage fits, but not the whole chain, with" in caplog.text

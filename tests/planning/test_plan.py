@@ -11,6 +11,8 @@ from omegaconf import OmegaConf
 
 from nemo_prorl import cli, settings
 from nemo_prorl.errors import ConfigError, DataError
+from nemo_prorl.lifecycle.retention import FORMAT
+from nemo_prorl.lifecycle.stages import origin
 from nemo_prorl.planning import overview
 from nemo_prorl.planning import plan as p
 
@@ -231,6 +233,53 @@ def test_a_plan_lists_only_the_sources_of_the_tasks(tmp_path: Path) -> None:
         " each record comes about 5 times in a step, which takes 16 prompts"
     )
     assert overview.run_rows(settings.load(words))["data"].startswith("sums (5 records, weight 1), stem (6 records")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "row"),
+    [
+        ([], "advise; at no fixed step, of reference and optimizer"),
+        (["every=40"], "advise; every 40 steps (3 resets), of reference and optimizer"),
+        (
+            ["every=50", "at_steps=[100,7]"],
+            "advise; every 50 steps and after steps 7, 100 (3 resets), of reference and",
+        ),
+        (["at_steps=[9]", "parts=reference"], "advise; after steps 9 (1 reset), of reference"),
+        (
+            ["mode=auto", "roll_back=true", "lr_factor=0.5"],
+            "auto; at no fixed step, of reference and optimizer; back to the best weights; learning rate x 0.5 each",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_plan_says_when_resets_come_and_what_they_do(overrides: list[str], row: str) -> None:
+    """The laptop's run has 120 steps, and a reset that is due after the last one is made too."""
+    told = overview.run_rows(settings.load([f"trainer.resets.{override}" for override in overrides]))["hard resets"]
+    assert told.startswith(row)
+    assert ("best" in told, "rate" in told) == ("best" in row, "rate" in row)
+
+
+def test_a_plan_says_what_a_fork_starts_from_and_refuses_it_like_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = write_run(tmp_path / "old", ["run_dir=old"], []) / "checkpoints" / "step-000030"
+    fork = ["run_dir=new", f"chain.start_from={checkpoint}"]
+    assert cli.main(["plan", *fork]) == 2
+    with pytest.raises(ConfigError) as of_the_run:
+        origin(settings.load_run(fork), Path("new"))  # type: ignore[arg-type]
+    assert str(of_the_run.value) in caplog.text
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text(json.dumps({"format": FORMAT, "step": 30}))
+    for more, said in ((), "with a hard reset at step 0"), (("chain.hard_reset=false",), "with its reference and opt"):
+        assert cli.main(["plan", *fork, *more]) == 0
+        told = capsys.readouterr().out
+        assert f"first weights     starts from {tmp_path / 'old'}, step 30, {said}" in told
+        assert "warm-up           none" in told
+        assert re.search(rf"^>  none   {'no' if more else 'yes'}  ", told, re.MULTILINE)
+    assert cli.main(["plan", "run_dir=old"]) == 0
+    assert "this run's own: it continues after step 30" in capsys.readouterr().out
+    later = overview.run_rows(settings.load(["run_dir=runs/x/run2", "stage=run2"]))["first weights"]
+    assert later == "starts from the last checkpoint of runs/x/run1, with a hard reset at step 0"  # not trained yet
 
 
 def test_a_plan_is_a_what_if_beside_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -270,7 +270,9 @@ def _check_function(arguments: argparse.Namespace) -> int:
     from nemo_prorl.algorithms import properties
 
     kind, place = arguments.kind, arguments.place
-    cfg: Any = OmegaConf.to_object(settings.load([*arguments.overrides, f"trainer.grpo.{kind}={place}"]))
+    cfg: Any = OmegaConf.to_object(
+        settings.load([*arguments.overrides, f"trainer.grpo.{kind}={place}"], arguments.config)
+    )
     checks = len(properties.LOSS_CHECKS if kind == "loss" else properties.ADVANTAGE_CHECKS)
     faults = list(properties.failures(kind, getattr(cfg.trainer.grpo, kind), cfg.trainer.grpo))
     for fault in faults:

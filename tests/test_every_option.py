@@ -41,6 +41,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "export-hf CHECKPOINT": ("checkpoint", "run directory"),
     "launch --stages": ("first and last stage", "a list"),
     "replay METRICS": ("run directory", "metrics.jsonl file"),
+    "check-function FUNCTION": ("a name", "FILE.py:FUNCTION", "MODULE:FUNCTION"),
     "convert FILE": ("YAML", "JSON", "shell script", "Python"),
     "reverify RUN_OR_FILE": ("a run directory", "a file of its rollouts/"),
     "evaluate MODEL": ("Hugging Face folder", "hub name", "checkpoint", "run directory", "URL of a server"),
@@ -172,6 +173,13 @@ RUNS: list[tuple[str, str, tuple[str, ...]]] = [
         "no findings",
         ("replay METRICS=metrics.jsonl file",),
     ),
+    ("check-function loss gspo --config full.yaml", "7 of 7", ("check-function FUNCTION=a name",)),
+    ("check-function advantage own.py:own", "3 of 3", ("check-function FUNCTION=FILE.py:FUNCTION",)),
+    (
+        "check-function loss nemo_prorl.algorithms.objectives:clip",
+        "7 of 7",
+        ("check-function FUNCTION=MODULE:FUNCTION",),
+    ),
     ("convert trl trl.yaml", "samples_per_prompt=4", ("convert FILE=YAML",)),
     ("convert nemo_rl rl.json", "samples_per_prompt=4", ("convert FILE=JSON",)),
     ("convert openrlhf run.sh", "samples_per_prompt=4", ("convert FILE=shell script",)),
@@ -191,11 +199,12 @@ RUNS: list[tuple[str, str, tuple[str, ...]]] = [
     ("forecast runs/chain", "chain", ("forecast RUN=folder of a chain",)),
 ]
 CONVERTED = {
-    "trl.yaml": "num_generations: 4\nper_device_train_batch_size: 8\n",
+    "own.py": "def own(centred_GN, reward_GN, valid_GN):\n    return centred_GN\n",
+    "trl.yaml": "model_name_or_path: m\nmax_steps: 9\nnum_generations: 4\nper_device_train_batch_size: 8\n",
     "rl.json": json.dumps({"grpo": {"num_generations_per_prompt": 4}, "policy": {"train_global_batch_size": 128}}),
-    "run.sh": "python3 -m openrlhf.cli.train_ppo_ray --n_samples_per_prompt 4\n",
-    "verl.sh": "python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=4\n",
-    "trl.py": "from trl import GRPOConfig\nargs = GRPOConfig(num_generations=4)\n",
+    "run.sh": "python3 -m openrlhf.cli.train_ppo_ray --pretrain m --n_samples_per_prompt 4\n",
+    "verl.sh": "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=m actor_rollout_ref.rollout.n=4\n",
+    "trl.py": "from trl import *\nGRPOTrainer(model='m', args=GRPOConfig(num_generations=4, max_steps=9))\n",
 }
 SUM = {
     "id": "sum",

@@ -11,7 +11,7 @@ from nemo_prorl.data.prepare.manifest import OutputFile, PreparedManifest
 from nemo_prorl.data.prepare.rows import sha256_of
 from nemo_prorl.data.records import PromptRecord
 from nemo_prorl.errors import ConfigError
-from nemo_prorl.files import new_file, read_object, write_json
+from nemo_prorl.files import TEMPORARY, new_file, read_object, write_json
 
 MANIFEST = "manifest.json"
 CACHE = "judge-cache.jsonl"
@@ -61,6 +61,8 @@ def write_records(
     """Replace the files of an earlier preparation; return the new files with their hashes."""
     out.mkdir(parents=True, exist_ok=True)
     (out / MANIFEST).unlink(missing_ok=True)  # a folder without a manifest counts as incomplete
+    for unfinished in out.glob(f"*{TEMPORARY}"):  # of a preparation that was killed
+        unfinished.unlink()
     for part in PARTS:
         for old in ("jsonl", "parquet"):
             (out / f"{part}.{old}").unlink(missing_ok=True)

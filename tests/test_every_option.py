@@ -174,7 +174,7 @@ RUNS: list[tuple[str, str, tuple[str, ...]]] = [
         ("replay METRICS=metrics.jsonl file",),
     ),
     ("check-function loss gspo --config full.yaml", "7 of 7", ("check-function FUNCTION=a name",)),
-    ("check-function advantage own.py:own", "3 of 3", ("check-function FUNCTION=FILE.py:FUNCTION",)),
+    ("check-function advantage own.py:own", "4 of 4", ("check-function FUNCTION=FILE.py:FUNCTION",)),
     (
         "check-function loss nemo_prorl.algorithms.objectives:clip",
         "7 of 7",

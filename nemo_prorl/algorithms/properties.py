@@ -188,6 +188,15 @@ def exchange(config: GRPOConfig) -> str | None:
     return None if gap < 1e-12 else f"in another order: advantages differ by {gap:.2g}"
 
 
+def missing(config: GRPOConfig) -> str | None:
+    """A response without a reward is as if it had never been."""
+    reward_GN, valid_GN = _rewards()
+    more_GN = torch.nn.functional.pad(reward_GN, (0, 2)), torch.nn.functional.pad(valid_GN, (0, 2))
+    advantage_GN, other_GN = (group_advantages(*x, config.advantage) for x in ((reward_GN, valid_GN), more_GN))
+    gap = float((other_GN[:, :5] - advantage_GN).abs().max())
+    return None if gap < 1e-12 else f"with two more responses without a reward: advantages differ by {gap:.2g}"
+
+
 def better(config: GRPOConfig) -> str | None:
     """In a group the best response has a higher advantage than the worst."""
     reward_GN, valid_GN = _rewards()
@@ -197,7 +206,7 @@ def better(config: GRPOConfig) -> str | None:
     return None if above else "the best response of a group has no higher advantage than the worst"
 
 
-ADVANTAGE_CHECKS: tuple[Check, ...] = (finite, exchange, better)
+ADVANTAGE_CHECKS: tuple[Check, ...] = (finite, exchange, missing, better)
 
 
 def failures(kind: str, place: str, config: GRPOConfig) -> Iterator[str]:
@@ -212,7 +221,7 @@ def failures(kind: str, place: str, config: GRPOConfig) -> Iterator[str]:
     for check in checks:
         try:
             fault = check(config)
-        except (ArithmeticError, AssertionError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        except Exception as error:  # of the user's function
             fault = f"it raised {type(error).__name__}: {error}"
         if fault:
             yield f"{check.__name__}: {fault}"

@@ -89,7 +89,7 @@ def run_rows(cfg: DictConfig, lengths: str = "not checked") -> dict[str, str]:
         f" {grpo.updates_per_step} updates of {responses // grpo.updates_per_step}, lr {_rate(cfg)}",
         "micro-batches": _micro_batches(cfg),
         "context": f"{grpo.context_tokens} tokens, temperature {grpo.temperature:g}",
-        "loss": f"{grpo.advantage}, {grpo.aggregation}, clip {grpo.clip_low:g}/{grpo.clip_high:g},"
+        "loss": f"{grpo.advantage}, {grpo.aggregation}, {grpo.loss} {grpo.clip_low:g}/{grpo.clip_high:g},"
         f" KL {grpo.kl_coef:g} ({grpo.kl_estimator}), correction {grpo.correction.kind}",
         "differences": f"policy to reference after a reset {kl_after_reset(cfg):g} per token; alarm if engine and"
         f" trainer differ by more than {engine_gap_alarm(cfg):g}",

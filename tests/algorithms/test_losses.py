@@ -461,6 +461,12 @@ def centred(centred_GN, reward_GN, valid_GN):
 def first(centred_GN, reward_GN, valid_GN):
     return centred_GN - centred_GN[:, :1]
 
+def counted(centred_GN, reward_GN, valid_GN):
+    return reward_GN - reward_GN.mean(1, keepdim=True)
+
+def misspelt(logp_BT, old_logp_BT, advantage_BT, mask_BT, config):
+    return logp_BT * advantage_BT * config.clip_hihg
+
 def single(centred_GN, reward_GN, valid_GN):
     return centred_GN[:, :1]
 """
@@ -480,6 +486,8 @@ def single(centred_GN, reward_GN, valid_GN):
         ("loss", "raising", {check.__name__ for check in LOSS_CHECKS}),
         ("advantage", "centred", {"better"}),
         ("advantage", "first", {"exchange"}),
+        ("loss", "misspelt", {check.__name__ for check in LOSS_CHECKS}),
+        ("advantage", "counted", {"missing"}),
         ("advantage", "single", {"finite", "exchange", "better"}),
     ],
 )

@@ -80,8 +80,8 @@ def test_what_the_configuration_names_must_be_there(tmp_path: Path, monkeypatch:
     assert cfg.trainer.grpo.loss == f"{tmp_path}/own.py:clipped"
     for value, told in (
         (
-            "own.py:cliped",
-            r"trainer.grpo.loss=/.*own.py:cliped: the file has no function cliped. Did you mean clipped\?",
+            "own.py:clippd",
+            r"trainer.grpo.loss=/.*own.py:clippd: the file has no function clippd. Did you mean clipped\?",
         ),
         ("other.py:clipped", r"trainer.grpo.loss=/.*other.py cannot be read: No such file"),
         ("broken.py:f", r"broken.py is not Python"),

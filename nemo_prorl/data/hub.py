@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_prorl.errors import ConfigError, UnfitMachine
+from nemo_prorl.files import first_line
 
 _log = logging.getLogger(__name__)
 
@@ -130,5 +131,5 @@ def _fetched(
 
 def _reason(error: BaseException) -> str:
     """Return the first line of an error; a line of more than 200 characters ends at a word, in `...`."""
-    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    line = first_line(error)
     return line if len(line) <= 200 else f"{line[:200].rpartition(' ')[0] or line[:200]} ..."

@@ -19,12 +19,13 @@ from typing import Any, Literal
 
 from nemo_prorl import __version__
 from nemo_prorl.errors import DAMAGED, CheckpointError, DamagedCheckpoint, json_fault
+from nemo_prorl.files import TEMPORARY
 from nemo_prorl.lifecycle.killpoints import killpoint
 
 _log = logging.getLogger(__name__)
 
 FORMAT: Literal[4] = 4  # format of state.json and the files next to it
-TEMPORARY, OLD, TRASH = ".tmp", ".old", ".trash"
+OLD, TRASH = ".old", ".trash"
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from typing import Any
 from nemo_prorl.algorithms.reset_rules import best_policy, policy_scores
 from nemo_prorl.config import Config
 from nemo_prorl.errors import ConfigError
-from nemo_prorl.files import new_folder, read_object
-from nemo_prorl.lifecycle.retention import OLD, TEMPORARY, TRASH, complete, read_state, step_of
+from nemo_prorl.files import TEMPORARY, new_folder, read_object
+from nemo_prorl.lifecycle.retention import OLD, TRASH, complete, read_state, step_of
 
 _log = logging.getLogger(__name__)
 

@@ -42,8 +42,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_distribu
 from nemo_prorl import device
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import CheckpointError, DamagedCheckpoint
+from nemo_prorl.files import TEMPORARY
 from nemo_prorl.lifecycle.killpoints import killpoint
-from nemo_prorl.lifecycle.retention import FORMAT, TEMPORARY, put_in_place, read_state
+from nemo_prorl.lifecycle.retention import FORMAT, put_in_place, read_state
 from nemo_prorl.policy.actor import Actor, load_optimizer
 from nemo_prorl.policy.plain_files import check_objects, load_plain
 from nemo_prorl.policy.random_state import RandomState, random_state, set_random_state

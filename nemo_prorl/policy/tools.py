@@ -13,9 +13,9 @@ from torch import Tensor
 
 from nemo_prorl import settings
 from nemo_prorl.errors import ConfigError, DamagedCheckpoint
-from nemo_prorl.files import new_folder, write_json
+from nemo_prorl.files import TEMPORARY, new_folder, write_json
 from nemo_prorl.lifecycle.checkpoints import ImportedState
-from nemo_prorl.lifecycle.retention import FORMAT, OLD, TEMPORARY, TRASH, complete, read_state
+from nemo_prorl.lifecycle.retention import FORMAT, OLD, TRASH, complete, read_state
 from nemo_prorl.lifecycle.stages import chosen_checkpoint
 from nemo_prorl.policy.import_export import read_policy, write_policy
 from nemo_prorl.policy.weights import Digests, HFFolder, copy_without_weights, dtype_of, write_hf_folder

@@ -706,3 +706,7 @@ def test_a_name_on_the_hub_is_no_path(tmp_path: Path, monkeypatch: pytest.Monkey
     assert absolute(f"{key}=Qwen/Qwen2.5-0.5B@main") == f"{key}=Qwen/Qwen2.5-0.5B@main"
     (tmp_path / "Qwen").mkdir()
     assert absolute(f"{key}=Qwen/Qwen2.5-0.5B") == f"{key}={tmp_path}/Qwen/Qwen2.5-0.5B"
+    for own in ("trainer.grpo.loss", "trainer.grpo.advantage"):
+        assert absolute(f"{own}=mine.py:f") == f"{own}={tmp_path}/mine.py:f"
+        assert absolute(f"{own}=gspo") == f"{own}=gspo"
+        assert absolute(f"{own}=package.module:f") == f"{own}=package.module:f"

@@ -71,6 +71,14 @@ def test_a_run_trains_with_each_name(grpo: dict[str, str], tmp_path: Path, monke
     assert any(line.get("policy/grad_norm", 0.0) > 0.0 for line in lines)
 
 
+def test_a_mean_over_prompts_counts_the_tokens_of_the_whole_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = {kind: trained(tmp_path / kind, monkeypatch, aggregation=kind)[0] for kind in ("prompt", "sequence")}
+    assert first["prompt"]["rollout/response_tokens"] == first["sequence"]["rollout/response_tokens"]
+    assert first["prompt"]["policy/loss"] != pytest.approx(first["sequence"]["policy/loss"], rel=1e-6)
+
+
 def test_what_the_configuration_names_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(OWN)

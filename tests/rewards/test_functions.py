@@ -269,11 +269,14 @@ def test_a_run_trains_on_it(root: Path, tmp_path: Path) -> None:
 def test_a_resume_with_another_function_is_an_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nemo_prorl.lifecycle.retention.check_continuable", lambda folder: None)
     (tmp_path / "f.py").write_text("def right(prompt, response, truth):\n    return 1.0\n")
+    (tmp_path / "loss.py").write_text("def own(logp_BT, old_logp_BT, advantage_BT, mask_BT, config): ...\n")
     cfg = Config(rewards=RewardsConfig(functions={"units": f"{tmp_path}/f.py:right"}))
+    cfg.trainer.grpo.loss = f"{tmp_path}/loss.py:own"
     alarms: list[str] = []
     records: Any = SimpleNamespace(event=lambda *_, **__: None, alarm=lambda step, what: alarms.append(what))
     progress: Any = SimpleNamespace(state_dict=lambda: {"unfinished": None}, load_state_dict=lambda state: None)
-    saved = {"step": 3, "code": code_sha256(), "functions": files_sha256(cfg.rewards.functions), "trainer": {}}
+    saved = {"step": 3, "code": code_sha256(), "trainer": {}}
+    saved["functions"] = files_sha256({**cfg.rewards.functions, "loss": cfg.trainer.grpo.loss})
     policy: Any = SimpleNamespace(load=lambda folder: saved)
     resets: Any = SimpleNamespace(done=[])
 
@@ -284,4 +287,8 @@ def test_a_resume_with_another_function_is_an_alarm(tmp_path: Path, monkeypatch:
     assert alarms == []
     (tmp_path / "f.py").write_text("def right(prompt, response, truth):\n    return 0.0\n")
     resume()
-    assert alarms == [f"{tmp_path}/f.py was changed after the checkpoint: later steps follow another rule"]
+    told = "was changed after the checkpoint: later steps follow another rule"
+    assert alarms == [f"{tmp_path}/f.py {told}"]
+    (tmp_path / "loss.py").write_text("# another\n")
+    resume()
+    assert alarms[1:] == [f"{tmp_path}/{name} {told}" for name in ("f.py", "loss.py")]

@@ -20,6 +20,7 @@ _PLAIN = re.compile(r"[\w/\-+.%@?]+")  # what Hydra's overrides accept without q
 def add_parser(commands: Any) -> None:
     """Add `convert` to the main command line."""
     text = "print another trainer's configuration as overrides, and what differs; exit code 2 if a value is missing"
+    text += " or a key unknown"
     parser = commands.add_parser("convert", help=text, description=text)
     parser.add_argument("trainer", choices=list(TITLES), help="trainer that FILE configures")
     parser.add_argument(

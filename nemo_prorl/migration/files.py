@@ -1,43 +1,41 @@
 """Reads another trainer's configuration: YAML, JSON, a shell script with its command, or Python with a GRPOConfig."""
 
-import ast
-import copy
-import operator
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_prorl.errors import ConfigError
-from nemo_prorl.migration.shell import Expression, of_shell
+from nemo_prorl.migration.python import UNREAD, of_python
+from nemo_prorl.migration.shell import LAUNCH, Command, Expression, Script, without_marks
 
-_ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-}
+_OF_TRL = {"single_gpu": 1} | dict.fromkeys(("multi_gpu", "zero1", "zero2", "zero3", "fsdp1", "fsdp2"), 8)
+_VERL = "ppo_trainer", "_self_"  # the defaults of the table
+SCRIPT = "script"  # key with the name of a Python file that was not found
 BASE = "defaults"  # key with the name of a file that a YAML file of NeMo-RL is based on
 
 
 def read(path: Path) -> dict[str, Any]:
     """Return {dotted key: value} of a file; raises ConfigError if the file cannot be read or has no setting."""
     try:
+        text = ""
         if path.suffix in (".yaml", ".yml", ".json"):
             found = dict(_leaves(_tree(path)))
         else:
             text = path.read_text(encoding="utf-8")
-            found = dict(_of_python(text) if path.suffix == ".py" else of_shell(text))
+            found = dict(of_python(text)) if path.suffix == ".py" else _of_script(text, path.parent)
     except (OSError, UnicodeDecodeError, yaml.YAMLError, SyntaxError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     if not found:
+        if path.suffix == ".py" and "RLOO" in text:
+            raise ConfigError(
+                f"{path}: expected a GRPOConfig; got RLOOConfig, which is not converted: set its numbers yourself, with"
+                " trainer.grpo.advantage=leave_one_out"
+            )
         raise ConfigError(
             f"{path}: expected a configuration: YAML, JSON, a shell script with the command of the trainer, or Python"
             " with a GRPOConfig(...); got a file without any setting"
@@ -55,14 +53,17 @@ def _number(value: Any) -> Any:
 
 def _tree(path: Path) -> dict[str, Any]:
     """Return the mapping of a YAML file over those of the files that its key `defaults` names, if these exist."""
-    tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return _based(yaml.safe_load(path.read_text(encoding="utf-8")), path.parent)
+
+
+def _based(tree: Any, folder: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         return {}
     bases = tree.get(BASE)
     for base in [bases] if isinstance(bases, str) else bases if isinstance(bases, list) else []:
-        if isinstance(base, str) and (path.parent / base).is_file():
+        if isinstance(base, str) and (folder / base).is_file():
             tree.pop(BASE)
-            tree = _merged(_tree(path.parent / base), tree)
+            tree = _merged(_tree(folder / base), tree)
     return tree
 
 
@@ -97,60 +98,83 @@ def _leaves(tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     yield from below(whole, "")
 
 
-def _of_python(text: str) -> Iterator[tuple[str, Any]]:
-    """Yield the named arguments of each call whose name ends in GRPOConfig or GRPOTrainer, and a LoraConfig.
+def _of_script(text: str, folder: Path) -> dict[str, Any]:
+    """Return the settings of a shell script's commands, and of the files that these name.
 
-    A value that does not follow from literals of the file is an `Expression`, and so are all reward functions: there a
-    text is the name of a model.
+    A key to which two commands give different values has none.
     """
-    tree = ast.parse(text)
-    fold = _Fold(tree)
-    for node in ast.walk(tree):
-        name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-        if name.endswith("LoraConfig"):
-            yield "peft_config", Expression(ast.unparse(node))
-        if isinstance(node, ast.Call) and name.endswith(("GRPOConfig", "GRPOTrainer")):
-            for keyword in node.keywords:
-                if keyword.arg == "args":  # the GRPOConfig itself
-                    continue
-                try:
-                    value = fold.value(keyword.value)
-                    yield keyword.arg or "**", Expression(repr(value)) if keyword.arg == "reward_funcs" else value
-                except ValueError:
-                    yield keyword.arg or "**", Expression(ast.unparse(keyword.value))
+    script, found = Script(text), dict[str, Any]()
+    for command in script.commands():
+        for key, value in _of_command(command, script.files, folder).items():
+            differs = key in found and found[key] != value
+            found[key] = Expression(f"{found[key]} or {value} (of two commands)") if differs else value
+    return found
 
 
-class _Fold(ast.NodeTransformer):
-    """Replaces names by their constants, and arithmetic of constants by its result.
+def _of_command(command: Command, written: Mapping[str, str], folder: Path) -> dict[str, Any]:
+    """Return the settings of a command over those of its files.
 
-    A constant is a name that the file binds only once, by `NAME = VALUE` outside of a class.
+    Args:
+        written: {name: text} of files that the script itself writes.
+        folder: of the script; names of files are relative to it, to a folder above it, or to the working directory.
     """
+    flags, found = dict(command.settings), dict[str, Any]()
+    launcher, files = dict(command.launcher), _Files(written, folder)
+    for options in (flags, launcher):
+        for key in {"config_file", "accelerate_config"} & options.keys():
+            found |= _processes(options.pop(key), files)
+    own = dict[str, Any]()
+    if "config" in flags:
+        own |= files.settings(flags.pop("config"))
+    if "config_name" in flags and "config_path" in flags:
+        own |= files.settings(f"{flags.pop('config_path')}/{flags.pop('config_name')}", ".yaml")
+    flags = {**own, **flags}
+    text = command.text
+    if command.script is not None and (text := files.text(command.script)) is None:
+        found[SCRIPT] = command.script
+    if text is not None and "GRPOConfig" in text:
+        parsed = dict(of_python(text, flags))
+        return {**found, **launcher, **{key: value for key, value in flags.items() if key in LAUNCH}, **parsed}
+    return {**found, **launcher, **flags}
 
-    def __init__(self, tree: ast.Module) -> None:
-        nodes = list(ast.walk(tree))
-        fields = {id(one) for node in nodes if isinstance(node, ast.ClassDef) for one in node.body}
-        bound = Counter(node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
-        bound.update(node.arg for node in nodes if isinstance(node, ast.arg))
-        bound.update(node.asname or node.name for node in nodes if isinstance(node, ast.alias))
-        self._known: dict[str, Any] = {}
-        simple = (ast.Assign, ast.AnnAssign)
-        for node in sorted((n for n in nodes if isinstance(n, simple) and id(n) not in fields), key=lambda n: n.lineno):
-            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-            if isinstance(target, ast.Name) and bound[target.id] == 1 and node.value is not None:
-                with suppress(ValueError):
-                    self._known[target.id] = self.value(node.value)
 
-    def value(self, node: ast.expr) -> Any:
-        """Return the value of an expression; raises ValueError if it does not follow from literals."""
-        return ast.literal_eval(self.visit(copy.deepcopy(node)))
+def _processes(name: Any, files: "_Files") -> dict[str, Any]:
+    """Return the number of processes and machines of a configuration of accelerate, or its name if it is missing."""
+    if name in _OF_TRL:
+        return {"num_processes": _OF_TRL[name]}
+    found = files.settings(name)
+    if any(key.startswith(UNREAD) for key in found):
+        return {"config_file": name}
+    return {key: value for key, value in found.items() if key in LAUNCH}
 
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        return ast.parse(repr(self._known[node.id]), mode="eval").body if node.id in self._known else node
 
-    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
-        self.generic_visit(node)
-        left, right = (one.value if isinstance(one, ast.Constant) else None for one in (node.left, node.right))
-        if type(node.op) in _ARITHMETIC and isinstance(left, int | float) and isinstance(right, int | float):
-            with suppress(ArithmeticError):
-                return ast.Constant(_ARITHMETIC[type(node.op)](left, right))
-        return node
+class _Files(NamedTuple):
+    """The files that a script can name: those that it writes, and those beside it."""
+
+    written: Mapping[str, str]
+    folder: Path
+
+    def path(self, name: str) -> Path | None:
+        """Return the path of a file; names are relative to the script, a folder above it, or the working directory."""
+        folders = (self.folder, Path(), *self.folder.resolve().parents)
+        return next((one / name for one in folders if (one / name).is_file()), None)
+
+    def text(self, name: str) -> str | None:
+        path = None if name in self.written else self.path(name)
+        return self.written.get(name) if path is None else path.read_text(encoding="utf-8")
+
+    def settings(self, name: Any, ending: str = "") -> dict[str, Any]:
+        """Return the settings of a YAML file; if it cannot be read, a setting that says which file is missing."""
+        name = Expression(name) if isinstance(name, Expression) else f"{str(name).removesuffix(ending)}{ending}"
+        text = None if isinstance(name, Expression) else self.text(name)
+        if text is None:
+            if name.endswith("grpo_math_1B.yaml"):  # the table has it
+                return {BASE: str(name)}
+            return {f"{UNREAD}{name}": "this file is missing: put it where the script names it, and convert again"}
+        folder = (self.path(name) or self.folder / name).parent
+        found = dict(_leaves(_based(yaml.safe_load(text), folder)))
+        bases = found.pop(BASE, [])
+        others = [one for one in ([bases] if isinstance(bases, str) else bases) if one not in _VERL]
+        return ({BASE: others if len(others) > 1 else others[0]} if others else {}) | {
+            key: without_marks(value) for key, value in found.items()
+        }

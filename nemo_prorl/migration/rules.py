@@ -33,7 +33,9 @@ from nemo_prorl.migration.converted import (
     UPDATES,
     Converted,
 )
+from nemo_prorl.migration.files import SCRIPT
 from nemo_prorl.migration.names import known, meant, table
+from nemo_prorl.migration.python import UNREAD
 from nemo_prorl.migration.shell import Expression
 from nemo_prorl.migration.trainers import RULES
 
@@ -51,6 +53,7 @@ _NULLABLE = {DUAL_CLIP, RESPONSE, PROMPT}
 _PERIODS = {f"{GRPO}.{key}" for key in ("checkpoint_every", "keep_checkpoints", "keep_best", "validate_every")}
 _EPOCHS = "total_epochs", "num_train_epochs", "num_episodes", "max_num_epochs"
 _MODEL = "pretrained_checkpoint.restore_from_path"
+_ENTRIES = "scripts/grpo.py", "scripts/grpo_vlm.py"  # TRL's own: they set nothing
 _RECOMPUTE = "enable_gradient_checkpointing", "gradient_checkpointing", "gradient_checkpointing_enable"
 
 
@@ -66,7 +69,8 @@ def convert(trainer: str, given: Mapping[str, Any]) -> Converted:
     for key, value in named.items():
         if not _fits(value, tables["defaults"].get(key)):
             raise ConfigError(f"{key}={value!r}: expected a value such as the default, {tables['defaults'][key]!r}")
-    made = Converted(rest={**tables["defaults"], **named})
+    unread = _unread(named, trainer)
+    made = Converted(rest={**tables["defaults"], **named}, unknown=unread)
     for theirs, ours in (tables["derived"] | tables["keys"]).items():
         if isinstance(made.rest.get(theirs), Expression):
             earlier = f"{made.unknown[ours]}; " if ours in made.unknown else ""
@@ -89,6 +93,15 @@ def convert(trainer: str, given: Mapping[str, Any]) -> Converted:
         made.notes.append("run_dir=DIR names the folder of the run; without it, the folder is runs/laptop")
     made.notes.append("cluster=h100_4x8 is for GPUs; without a GPU take cluster=laptop")
     return made
+
+
+def _unread(named: dict[str, Any], trainer: str) -> dict[str, str]:
+    """Take what was not read out of the settings; return {its name: what the user should do}."""
+    script = named.pop(SCRIPT, None)
+    found = {key.removeprefix(UNREAD): named.pop(key) for key in [one for one in named if one.startswith(UNREAD)]}
+    if script is not None and trainer == "trl" and not str(script).endswith(_ENTRIES):
+        found[str(script)] = "this file is missing, and what it sets was not read: put it beside the script"
+    return found
 
 
 def _fits(value: Any, default: Any) -> bool:
@@ -119,7 +132,11 @@ def _sort_rest(made: Converted, named: Mapping[str, Any], trainer: str) -> None:
         value, last = made.take(key), key.rsplit(".", 1)[-1]
         if last in _EPOCHS and STEPS not in made.overrides | made.unknown:
             default = "" if key in named else " (the default)"
-            made.notes.append(f"{key}={value}{default}: set {STEPS}; how many steps this is depends on the data")
+            prompts = made.overrides.get(PROMPTS, PROMPTS)
+            made.unknown[STEPS] = (
+                f"{key}={value}{default}: {value} * (prompts of the training data) / {prompts} steps, which also decide"
+                " the schedule of the learning rate"
+            )
         elif key not in named:
             continue
         elif (mistake := _mistake(key, trainer)) is not None:

@@ -6,12 +6,12 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 # Marks what cannot be evaluated; the text behind the mark is the script's.
-_UNKNOWN = "\0"
+_UNKNOWN = "\ue000"
 _COMMENT = re.compile(r"^\s*#.*\n", re.M)
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.S)
 _ASSIGNED = re.compile(r"\s*((export|declare|local|readonly)\s+(-\w+\s+)*)?[A-Za-z_]\w*\+?=")
@@ -20,6 +20,15 @@ _OVERRIDE = re.compile(r"\+*([A-Za-z_]\w*\.[\w.@/-]+)=(.*)", re.S)
 _ALL_ITEMS = re.compile(r'"?\$\{(\w+)\[[@*]\]\}"?')
 _NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
 _PARAMETER = re.compile(r"(\w+)(?:(:?[-=+])(.*))?", re.S)
+_HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
+_PYTHON, _FILE = re.compile(r"(^|/)python[\d.]*$"), re.compile(r"\.py$")
+_NESTED = re.compile(r"(^|[\s/])(python[\d.]*|\S+\.py|openrlhf\S*|trl)\s")  # a command in quotation marks
+_LAUNCHERS = re.compile(r"(torch\.distributed|accelerate)\b")  # modules that start another program
+_OTHERS = {  # commands with options of their own
+    "vllm", "huggingface-cli", "hf", "pip", "wget", "curl", "git", "cat", "echo", "docker", "wandb", "rsync", "aws",
+    "gsutil", "conda", "tensorboard", "mkdir", "cp", "module", "kubectl", "nvidia-smi", "modal",
+}  # fmt: skip
+LAUNCH = {"num_processes", "nproc_per_node", "nnodes", "num_machines", "num_gpus", "num_nodes", "config_file"}
 _PREFIXES = ("then", "do", "else", "{", "export", "declare", "local", "readonly")
 _OPEN, _CLOSED = ("if", "for", "while", "until", "case"), ("fi", "done", "esac")
 _ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
@@ -35,32 +44,155 @@ class Expression(str):
     """The source text of a setting that only the other trainer's program, or a shell, can compute."""
 
 
-def of_shell(text: str) -> Iterator[tuple[str, Any]]:
-    """Yield (key, value) of each `key=value` and `--key value` of all commands of a script.
+class Command(NamedTuple):
+    """A command of a script that may start a trainer.
+
+    Attributes:
+        script: the Python file that it starts, or None.
+        launcher: (key, value) of the program that starts it, such as `accelerate launch`.
+        settings: (key, value) of each `key=value` and `--key value`.
+        text: the Python program that a here-document of the script gives to it, or None.
+    """
+
+    script: str | None
+    launcher: list[tuple[str, Any]]
+    settings: list[tuple[str, Any]]
+    text: str | None = None
+
+
+class Script:
+    """A shell script.
 
     Variables, `${NAME:-DEFAULT}`, `$((...))` and arrays get the values that the script gives them; variables of the
     environment count as not set.  A value that needs more, such as `$(date)`, is an `Expression`.
+
+    Attributes:
+        files: {name: text} of the files that the commands so far write from here-documents.
     """
-    known = {"HOME": os.path.expanduser("~"), "@": "", "*": ""}
-    yield from _of_lines(_COMMENT.sub("", text + "\n").replace("\\\n", " ").splitlines(), known, {})
+
+    def __init__(self, text: str) -> None:
+        self.files: dict[str, str] = {}
+        self._documents: list[tuple[str, bool]] = []  # text, and whether variables in it get their values
+        self._text = self._without_documents(text)
+        self._known = {"HOME": os.path.expanduser("~"), "@": "", "*": ""}
+        self._arrays: dict[str, list[str]] = {}
+
+    def commands(self) -> Iterator[Command]:
+        """Yield the commands that may start a trainer, in their order."""
+        yield from self._of_lines(_lines(self._text))
+
+    def _without_documents(self, text: str) -> str:
+        """Return the text with a number in place of each here-document's mark, and keep the documents."""
+        kept: list[str] = []
+        lines = iter(text.splitlines())
+        for line in lines:
+            marks = [] if line.lstrip().startswith("#") or "<<<" in line else list(_HEREDOC.finditer(line))
+            for quoted, name in [(mark[1] != "", mark[2]) for mark in marks]:
+                line = _HEREDOC.sub(f" <<{len(self._documents)} ", line, count=1)
+                found = []
+                for one in lines:
+                    if one.strip() == name:
+                        break
+                    found.append(one)
+                self._documents.append(("\n".join(found) + "\n", not quoted))
+            kept.append(line)
+        return "\n".join(kept) + "\n"
+
+    def _of_lines(self, lines: list[str]) -> Iterator[Command]:
+        depth, begun = 0, 0
+        for end in range(1, len(lines) + 1):
+            try:
+                commands = _commands("\n".join(lines[begun:end]), self._known, self._arrays)
+            except ValueError:  # an open quotation or bracket: the next line belongs to it
+                continue
+            begun = end
+            for words in commands:
+                depth += words[0] in _OPEN
+                depth -= sum(word in _CLOSED for word in words)
+                while words and (words[0] in _PREFIXES or re.fullmatch(r"-[a-zA-Z]", words[0])):  # export, declare -i
+                    words = words[1:]
+                yield from self._of_command(words, is_certain=depth == 0)
+        if begun < len(lines):
+            yield from self._of_lines(lines[begun + 1 :])
+
+    def _of_command(self, words: list[str], is_certain: bool) -> Iterator[Command]:
+        if words and all(_ASSIGNMENT.match(word) for word in words):
+            for word in words:
+                name, added, value = _ASSIGNMENT.match(word).groups()  # type: ignore[union-attr]
+                value = self._known.get(name, "") + value if added else value
+                self._known[name] = value if is_certain or self._known.get(name) == value else f"{_UNKNOWN}${name}"
+            return
+        words, document = self._redirected(words)
+        nested = [word for word in words if re.search(r"\s", word) and _NESTED.search(word)]
+        if nested and not any(_PYTHON.search(word) or _FILE.search(word) for word in words):
+            for text in nested:  # bash -c '...', eval "...", COMMAND='...' sbatch
+                yield from self._of_lines(_lines(re.sub(r"^(--)?[\w-]+=", "", text)))
+            return
+        while words and _ASSIGNMENT.fullmatch(words[0]):
+            words = words[1:]
+        program = words[0].rsplit("/", 1)[-1] if words else ""
+        if program in ("bash", "sh") and document:
+            yield from self._of_lines(_lines(document))
+        elif program == "trl" and words[1:2] != ["grpo"]:
+            return
+        elif words and program not in _OTHERS and (found := _command(words, document)) is not None:
+            yield found
+
+    def _redirected(self, words: list[str]) -> tuple[list[str], str | None]:
+        """Return the words before the first redirection, and the here-document; keep what is written to a file."""
+        first = next((at for at, word in enumerate(words) if re.match(r"\d?[<>]", word)), len(words))
+        marks = [int(word[2:]) for word in words if re.fullmatch(r"<<\d+", word)]
+        if not marks:
+            return words[:first], None
+        text, is_expanded = self._documents[marks[-1]]
+        text = _document(text, self._known) if is_expanded else text
+        targets = [
+            (word.lstrip(">") or following)
+            for word, following in zip(words, [*words[1:], ""], strict=True)
+            if word.startswith(">")
+        ]
+        targets += words[1:2] if words[0] == "tee" else []
+        for target in targets:
+            self.files[target] = text
+        return words[:first] + [
+            word for word in words[first + 1 :] if targets == [] and not word.startswith(("<", ">"))
+        ], text
 
 
-def _of_lines(lines: list[str], known: dict[str, str], arrays: dict[str, list[str]]) -> Iterator[tuple[str, Any]]:
-    depth, begun = 0, 0
-    for end in range(1, len(lines) + 1):
-        try:
-            commands = _commands("\n".join(lines[begun:end]), known, arrays)
-        except ValueError:  # an open quotation or bracket: the next line belongs to it
-            continue
-        begun = end
-        for words in commands:
-            depth += words[0] in _OPEN
-            depth -= sum(word in _CLOSED for word in words)
-            while words and (words[0] in _PREFIXES or re.fullmatch(r"-[a-zA-Z]", words[0])):  # export, declare -i
-                words = words[1:]
-            yield from _of_command(words, known, is_certain=depth == 0)
-    if begun < len(lines):
-        yield from _of_lines(lines[begun + 1 :], known, arrays)
+def _lines(text: str) -> list[str]:
+    return _COMMENT.sub("", text + "\n").replace("\\\n", " ").splitlines()
+
+
+def _document(text: str, known: dict[str, str]) -> str:
+    """Return a here-document with the values of its variables."""
+    done, at = "", 0
+    while at < len(text):
+        if text[at] == "\\" and text[at + 1 : at + 2] in ("$", "`", "\\"):
+            done, at = done + text[at + 1], at + 2
+        elif text[at] in "$`":
+            value, end = _dollar(text, at, known)
+            done, at = done + (f"{_UNKNOWN}{text[at:end]}" if value is None else value), end
+        else:
+            done, at = done + text[at], at + 1
+    return done
+
+
+def _command(words: list[str], document: str | None) -> Command | None:
+    """Return the command that these words start, without the options of the programs before it."""
+    modules = [at for at, word in enumerate(words) if word in ("-m", "--module") and at + 1 < len(words)]
+    modules = [at for at in modules if not _LAUNCHERS.match(words[at + 1])]
+    files = [at for at, word in enumerate(words) if _FILE.search(word) and not words[at - 1].startswith("--")]
+    pythons = [at for at, word in enumerate(words) if _PYTHON.search(word)]
+    start = min([*modules[:1], *files[:1]], default=pythons[0] if pythons else -1)
+    if start < 0:
+        return None if words[0] == "ray" else Command(None, [], list(_of_words(words)))
+    is_module = start in modules
+    launcher = [pair for pair in _of_words(words[:start]) if pair[0] in LAUNCH]
+    if re.search(r"vllm|prepare|download|preprocess", words[start + is_module]):
+        return None
+    script = words[start] if start in files else None
+    is_read = document is not None and start in pythons and not is_module
+    return Command(script, launcher, list(_of_words(words[start + 1 + is_module :])), document if is_read else None)
 
 
 def _commands(text: str, known: dict[str, str], arrays: dict[str, list[str]]) -> list[list[str]]:
@@ -86,19 +218,6 @@ def _words(text: str, known: dict[str, str], arrays: dict[str, list[str]], punct
     return list(lexer)
 
 
-def _of_command(words: list[str], known: dict[str, str], is_certain: bool) -> Iterator[tuple[str, Any]]:
-    if words and all(_ASSIGNMENT.match(word) for word in words):
-        for word in words:
-            name, added, value = _ASSIGNMENT.match(word).groups()  # type: ignore[union-attr]
-            value = known.get(name, "") + value if added else value
-            known[name] = value if is_certain or known.get(name) == value else f"{_UNKNOWN}${name}"
-        return
-    words = words[: next((at for at, word in enumerate(words) if re.match(r"\d?[<>]", word)), None)]
-    program = next((at for at, word in enumerate(words) if re.search(r"(^|/)python[\d.]*$|\.py$", word)), -1)
-    if program >= 0 or words[:1] != ["ray"]:  # `ray start` has flags of its own
-        yield from _of_words(words[program + 1 :])
-
-
 def _of_words(words: list[str]) -> Iterator[tuple[str, Any]]:
     flag: str | None = None
     values: list[Any] = []
@@ -112,6 +231,9 @@ def _of_words(words: list[str]) -> Iterator[tuple[str, Any]]:
         flag, values = None, []
         if override:
             yield override[1], _value(override[2])
+        elif word.startswith("~") or (_ASSIGNMENT.fullmatch(word) and not word.startswith("-")):
+            name, _, value = word.partition("=")  # Hydra's groups, such as model_engine=megatron, and deletions
+            yield name, _value(value) if value else "deleted"
         elif word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             name = name.replace("-", "_")
@@ -121,9 +243,17 @@ def _of_words(words: list[str]) -> Iterator[tuple[str, Any]]:
                 flag = name
 
 
+def without_marks(value: Any) -> Any:
+    """Return a value that a shell wrote into a file; what the shell computes is an `Expression`."""
+    if isinstance(value, list):
+        return [without_marks(item) for item in value]
+    has_mark = isinstance(value, str) and _UNKNOWN in value
+    return Expression(value.replace(_UNKNOWN, "")) if has_mark else value
+
+
 def _value(word: str) -> Any:
     if _UNKNOWN in word:
-        return Expression(word.replace(_UNKNOWN, ""))
+        return without_marks(word)
     try:
         return yaml.safe_load(word)
     except yaml.YAMLError:

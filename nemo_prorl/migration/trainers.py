@@ -1,6 +1,5 @@
 """The rules of each trainer: they take settings out of `Converted.rest`, and set the overrides that these mean."""
 
-import ast
 import re
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 from nemo_prorl.migration.converted import (
     ADVANTAGE,
     AGGREGATION,
-    CLIP_HIGH,
     CONTEXT,
     CORRECTION,
     DUAL_CLIP,
@@ -22,8 +20,6 @@ from nemo_prorl.migration.converted import (
     PROMPTS,
     RESPONSE,
     SAMPLING,
-    SCHED,
-    UPDATES,
     Converted,
     set_bf16,
     set_clip,
@@ -42,176 +38,9 @@ from nemo_prorl.migration.names import table
 from nemo_prorl.migration.schedules import (
     nemo_rl_schedule,
     openrlhf_schedule,
-    tell_updates,
-    trl_schedule,
     verl_schedule,
 )
-from nemo_prorl.migration.shell import Expression
-
-_UPDATE_COUNTS = [f"{GRPO}.{key}" for key in ("max_steps", "checkpoint_every", "validate_every")]
-_UPDATE_COUNTS += ["trainer.resets.every", f"{SCHED}.warmup_steps"]
-
-
-def _trl(made: Converted) -> None:
-    take = made.take
-    _trl_loss(made)
-    made.overrides["model.optim.betas"] = [take("adam_beta1"), take("adam_beta2")]
-    made.overrides[ESTIMATOR] = "k3"
-    made.overrides[f"{SAMPLING}.enabled"] = False
-    if "wandb" in str(take("report_to", "")):
-        set_wandb(made)
-    scale = str(take("scale_rewards")).lower()
-    scales = {"false": "mean_only", "none": "mean_only", "batch": "reinforce_pp_baseline"}
-    made.overrides[ADVANTAGE] = scales.get(scale, "group_norm")
-    if scale == "batch":
-        made.differs.append("scale_rewards=batch: divided by the std of the rewards there, of the differences here")
-    if (model := take("model")) is not None:
-        made.overrides.setdefault("pretrained_checkpoint.restore_from_path", model)
-    if (length := take("vllm_max_model_length")) is not None:
-        made.overrides[CONTEXT] = length
-    trl_schedule(made)  # in TRL's steps, of which `_trl_batch` makes steps of here
-    _trl_reference(made)
-    _trl_batch(made)
-    tell_updates(made, "lr_scheduler_type")
-    _trl_engine(made)
-    if take("use_adaptive_entropy"):
-        entropy = f"{GRPO}.adaptive_entropy"
-        names = {"target": "entropy_target", "step": "entropy_coef_delta", "maximum": "entropy_coef_max"}
-        made.overrides |= {f"{entropy}.{ours}": take(theirs) for ours, theirs in names.items()}
-        made.overrides[f"{entropy}.enabled"] = True
-        made.differs.append(f"use_adaptive_entropy: begins at {made.overrides.get(ENTROPY)} there, at 0 here")
-        made.overrides[ENTROPY] = 0
-    if take("bf16"):
-        set_bf16(made)
-    if (lora := take("peft_config")) is not None:
-        made.differs.append(f"peft_config={lora}: all weights are trained here")
-    if (more := take("**")) is not None:
-        made.unknown[f"**{more}"] = "the settings of this mapping have no value here"
-    _trl_rewards(made)
-    tell_data(made, "train_dataset", "eval_dataset", "dataset_name", "dataset_config")
-
-
-def _trl_loss(made: Converted) -> None:
-    kind, level, low, high = map(made.take, ("loss_type", "importance_sampling_level", "epsilon", "epsilon_high"))
-    high = low if high is None else high
-    set_clip(made, low, high)
-    known = {"grpo": "sequence", "bnpo": "token", "dapo": "token", "dr_grpo": "constant", "cispo": "token"}
-    made.choose(AGGREGATION, "loss_type", kind, known, "sequence" if kind in ("sapo", "luspo") else "token")
-    tell_constant(made, "loss_type", kind, "max_completion_length")
-    if kind == "bnpo":
-        made.differs.append("loss_type=bnpo: the mean over tokens is that of a process there, that of the update here")
-    if AGGREGATION in made.unknown:
-        return
-    by_level = "gspo" if level == "sequence" else "clip"
-    made.choose(LOSS, "loss_type", kind, dict.fromkeys(known, by_level) | {"cispo": "cispo"}, by_level)
-    if kind != "cispo":
-        return
-    made.overrides[DUAL_CLIP] = None  # delta has no effect there
-    if level == "sequence":
-        made.differs.append("importance_sampling_level=sequence: cispo has the ratio of each token here")
-    if isinstance(high, int | float):
-        bound = f"loss_type=cispo: ratios are capped at epsilon_high={high} there, at 1 + {CLIP_HIGH} here"
-        if high > 1:
-            made.overrides[CLIP_HIGH] = round(high - 1, 12)
-            made.notes.append(bound)
-        else:
-            made.unknown[CLIP_HIGH] = f"{bound}, which is above 1"
-
-
-def _trl_engine(made: Converted) -> None:
-    take = made.take
-    has_engine, corrects = take("use_vllm"), take("vllm_importance_sampling_correction")
-    mode, key = take("vllm_importance_sampling_mode"), "vllm_importance_sampling_mode"
-    floor, cap = take("vllm_importance_sampling_clip_min"), take("vllm_importance_sampling_clip_max")
-    known = {"token_truncate": "tis", "token_mask": "icepop", "sequence_truncate": "sequence_tis"}
-    if not has_engine:
-        set_correction(made, key, "tis", None, 2.0)
-        made.notes.append("use_vllm=false: the trainer itself samples there; here an engine does, with its correction")
-    else:
-        method = known.get(mode, "sequence_mask") if corrects else "none"
-        set_correction(made, f"{key}={mode}", method, floor, cap)
-
-
-def _trl_reference(made: Converted) -> None:
-    sync, every, alpha = (made.take(key) for key in ("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha"))
-    if not sync:
-        return
-    if made.overrides.get(KL) == 0:
-        made.notes.append("sync_ref_model has no effect with beta=0, which needs no reference policy")
-        return
-    made.overrides |= {"trainer.resets.every": every, "trainer.resets.parts": "reference"}
-    if alpha != 1:
-        made.differs.append(
-            f"sync_ref_model: the reference becomes {alpha} (ref_model_mixup_alpha) of the policy and the rest of"
-            " itself there; here it becomes the policy"
-        )
-
-
-def _trl_batch(made: Converted) -> None:
-    """Set the prompts and updates of a step for one process, unless a size that they follow from is unknown."""
-    take, group = made.take, made.overrides.get(GROUP)
-    device, accumulated = take("per_device_train_batch_size"), take("gradient_accumulation_steps")
-    whole, steps = take("generation_batch_size"), take("steps_per_generation")
-    made.overrides |= {"trainer.num_nodes": 1, "trainer.devices": 1}
-    if {PROMPTS, GROUP} & made.unknown.keys() or None in (device, accumulated, group):
-        return
-    batch = device * accumulated
-    generated = max(batch, whole or device * (steps or accumulated))
-    made.overrides[PROMPTS] = max(1, generated // group)
-    made.notes.append(
-        f"TRL's batch is that of one process: for N processes multiply {PROMPTS}, trainer.devices and rollout.engines"
-        " by N"
-    )
-    if generated % group:
-        made.unknown[PROMPTS] = f"{generated} responses of a process are no whole groups of {group}"
-        return
-    set_updates(made, batch, "per_device_train_batch_size * gradient_accumulation_steps")
-    if (updates := made.overrides.get(UPDATES, 1)) > 1:
-        for key in [one for one in _UPDATE_COUNTS if one in made.overrides]:
-            made.overrides[key] = -(-made.overrides[key] // updates)
-        made.notes.append(f"a step here makes {updates} of TRL's steps: numbers of steps are divided by {updates}")
-
-
-def _trl_rewards(made: Converted) -> None:
-    """Add a note with the override for TRL's reward functions and their weights; name a reward model as different."""
-    functions, weights = made.take("reward_funcs"), made.rest.get("reward_weights")
-    if isinstance(functions, Expression):
-        node = ast.parse(functions, mode="eval").body
-        found = [ast.unparse(one) for one in getattr(node, "elts", [node])]
-    else:  # of a YAML file: a text that cannot be a function is quoted, as a model is in Python
-        listed = functions if isinstance(functions, list) else [functions]
-        found = [str(one) if re.fullmatch(r"[\w.]+", str(one)) else repr(one) for one in listed if one is not None]
-    models = [one for one in found if one[0] in "'\""]
-    if (model := made.take("reward_model_name_or_path")) is not None:
-        models.append(repr(model))
-    made.differs += [
-        f"reward_funcs={one}: a reward model is not supported here; a reward that asks a server:"
-        " docs/howto/reward_server.md"
-        for one in models
-    ]
-    values = weights if isinstance(weights, list) and len(weights) == len(found) else None
-    pairs = zip(found, values or [1] * len(found), strict=True)
-    used = {name: weight for name, weight in pairs if name not in models}
-    if not used:
-        return
-    names = [name.rsplit(".", 1)[-1] if re.fullmatch(r"[\w.]+", name) else "FUNCTION" for name in used]
-    factors = [f"*{weight:g}" if values else "" for weight in used.values()]
-    parts = [f"FILE.py:{name}{factor}" for name, factor in zip(names, factors, strict=True)]
-    given = [f"reward_funcs=[{', '.join(names)}]" if len(found) > 1 else f"reward_funcs={names[0]}"]
-    given += [f"reward_weights={made.take('reward_weights')}"] if weights is not None else []
-    made.notes.append(
-        f"reward ({', '.join(given)}): add 'rewards.functions.TASK={' + '.join(parts)}', with functions of one"
-        ' response made as in docs/howto/reward_function.md, "A reward function of TRL"'
-    )
-    total = f"{sum(used.values()):g}" if values or weights is None else "the sum of reward_weights"
-    if total == "1":
-        return
-    text = f"reward_funcs: a sum of rewards becomes a mean: divided by {total}"
-    if made.overrides[ADVANTAGE] == "mean_only" or ADVANTAGE in made.unknown:
-        others = f"{KL}, {ENTROPY} and trainer.gradient_clip_val"
-        made.differs.append(f"{text}, and so are advantages without a std; divide {others} by it, too")
-    else:
-        made.notes.append(f"{text}, which cancels where advantages are divided by a std")
+from nemo_prorl.migration.trl import trl
 
 
 def _verl(made: Converted) -> None:
@@ -262,7 +91,10 @@ def _verl_loss(made: Converted, actor: str) -> None:
         mode = "seq-mean-token-mean"
     modes = {"token-mean": "token", "seq-mean-token-mean": "sequence", "seq-mean-token-sum-norm": "constant"}
     made.choose(AGGREGATION, "loss_agg_mode", mode, modes, "constant")
-    tell_constant(made, "loss_agg_mode", mode, "data.max_response_length")
+    factor = made.take(f"{actor}.loss_scale_factor")
+    tell_constant(made, "loss_agg_mode", mode, "data.max_response_length" if factor is None else str(factor))
+    if factor is not None and mode != "seq-mean-token-sum-norm":
+        made.notes.append(f"loss_scale_factor={factor} has no effect there with loss_agg_mode={mode}")
 
 
 def _verl_sampling(made: Converted) -> None:
@@ -516,7 +348,7 @@ def _openrlhf_correction(made: Converted) -> None:
 
 
 RULES: dict[str, Callable[[Converted], None]] = {
-    "trl": _trl,
+    "trl": trl,
     "verl": _verl,
     "nemo_rl": _nemo_rl,
     "openrlhf": _openrlhf,

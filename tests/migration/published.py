@@ -28,10 +28,10 @@ BASE = "grpo_math_1B.yaml"  # that of NeMo-RL's other files
 
 
 MODEL: dict[str, Settings] = {  # examples have the settings of the algorithm only
-    "trl": {"model_name_or_path": "org/model"},
-    "verl": {"actor_rollout_ref.model.path": "org/model"},
-    "openrlhf": {"actor.model_name_or_path": "org/model"},
-    "nemo_rl": {},
+    "trl": {"model_name_or_path": "org/model", "max_steps": 100},
+    "verl": {"actor_rollout_ref.model.path": "org/model", "trainer.total_training_steps": 100},
+    "openrlhf": {"actor.model_name_or_path": "org/model"},  # it has no key for steps
+    "nemo_rl": {"grpo.max_num_steps": 100},
 }
 
 

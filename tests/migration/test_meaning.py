@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from nemo_prorl import cli
-from tests.migration.test_convert import GRPO, VERL_SCRIPT, converted
+from tests.migration.test_convert import GRPO, VERL_SCRIPT, converted, with_model
 
 
 def test_steps_per_generation_of_trl_are_updates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,13 +159,24 @@ def test_all_numbers_of_steps_of_trl_are_divided(tmp_path: Path, capsys: pytest.
     assert {*periods, "trainer.resets.every=128"} <= set(overrides)
 
 
-def test_epochs_by_default_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for text in ("GRPOConfig(beta=0)", "GRPOConfig(max_steps=-1)"):
-        overrides, comments = converted("trl", text, tmp_path / "train.py", capsys)
-        assert any(
-            line.startswith("num_train_epochs=3.0 (the default): set trainer.grpo.max_steps") for line in comments
-        )
-        assert not any("max_steps" in one for one in overrides)
+@pytest.mark.parametrize(
+    ("trainer", "file", "text", "told"),
+    [
+        ("trl", "a.py", "GRPOConfig(beta=0)", "num_train_epochs=3.0 (the default): 3.0 * (prompts"),
+        ("trl", "a.py", "GRPOConfig(max_steps=-1)", "num_train_epochs=3.0 (the default): 3.0 * (prompts"),
+        ("verl", "a.sh", "python3 -m x data.train_batch_size=256 trainer.total_epochs=15", "trainer.total_epochs=15: 15 *"),
+        ("openrlhf", "a.sh", "python3 -m x --num_episodes 20", "train.num_episodes=20: 20 * (prompts"),
+        ("nemo_rl", "a.yaml", "grpo: {num_prompts_per_step: 8}", "grpo.max_num_epochs=1 (the default): 1 * (prompts"),
+    ],
+)
+def test_a_number_of_steps_that_depends_on_the_data_must_be_set(
+    trainer: str, file: str, text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / file).write_text(with_model(trainer, text))
+    assert cli.main(["convert", trainer, str(tmp_path / file)]) == 2
+    printed = capsys.readouterr().out
+    assert f"#   {GRPO}.max_steps: {told}" in printed
+    assert f"{GRPO}.max_steps=" not in printed
 
 
 @pytest.mark.parametrize(

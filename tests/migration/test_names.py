@@ -86,6 +86,8 @@ def test_no_value_of_any_key_leaves_a_number_of_this_project_in_its_place(traine
 MAY_BE_ABSENT = {  # they belong to a method that null switches off
     "trainer.grpo.correction.cap",
     "trainer.precision",
+    "trainer.devices",
+    "trainer.num_nodes",
     "model.megatron_amp_O2",
     "model.optim.sched.min_lr",
     "model.optim.sched.warmup_steps",

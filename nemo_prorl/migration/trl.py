@@ -1,0 +1,221 @@
+"""The rules of TRL: they take settings out of `Converted.rest`, and set the overrides that these mean."""
+
+import ast
+import re
+
+from nemo_prorl.migration.converted import (
+    ADVANTAGE,
+    AGGREGATION,
+    CLIP_HIGH,
+    CONTEXT,
+    DUAL_CLIP,
+    ENTROPY,
+    ESTIMATOR,
+    GROUP,
+    GRPO,
+    KL,
+    LOSS,
+    PROMPTS,
+    SAMPLING,
+    SCHED,
+    UPDATES,
+    Converted,
+    set_bf16,
+    set_clip,
+    set_correction,
+    set_updates,
+    set_wandb,
+    tell_constant,
+    tell_data,
+)
+from nemo_prorl.migration.schedules import tell_updates, trl_schedule
+from nemo_prorl.migration.shell import Expression
+
+_UPDATE_COUNTS = [f"{GRPO}.{key}" for key in ("max_steps", "checkpoint_every", "validate_every")]
+_UPDATE_COUNTS += ["trainer.resets.every", f"{SCHED}.warmup_steps"]
+
+
+def trl(made: Converted) -> None:
+    take = made.take
+    _trl_loss(made)
+    made.overrides["model.optim.betas"] = [take("adam_beta1"), take("adam_beta2")]
+    made.overrides[ESTIMATOR] = "k3"
+    made.overrides[f"{SAMPLING}.enabled"] = False
+    if "wandb" in str(take("report_to", "")):
+        set_wandb(made)
+    scale = str(take("scale_rewards")).lower()
+    scales = {"false": "mean_only", "none": "mean_only", "batch": "reinforce_pp_baseline"}
+    made.overrides[ADVANTAGE] = scales.get(scale, "group_norm")
+    if scale == "batch":
+        made.differs.append("scale_rewards=batch: divided by the std of the rewards there, of the differences here")
+    if (model := take("model")) is not None:
+        made.overrides.setdefault("pretrained_checkpoint.restore_from_path", model)
+    if (length := take("vllm_max_model_length")) is not None:
+        made.overrides[CONTEXT] = length
+    trl_schedule(made)  # in TRL's steps, of which `_trl_batch` makes steps of here
+    _trl_reference(made)
+    _trl_batch(made)
+    tell_updates(made, "lr_scheduler_type")
+    _trl_engine(made)
+    if take("use_adaptive_entropy"):
+        entropy = f"{GRPO}.adaptive_entropy"
+        names = {"target": "entropy_target", "step": "entropy_coef_delta", "maximum": "entropy_coef_max"}
+        made.overrides |= {f"{entropy}.{ours}": take(theirs) for ours, theirs in names.items()}
+        made.overrides[f"{entropy}.enabled"] = True
+        made.differs.append(f"use_adaptive_entropy: begins at {made.overrides.get(ENTROPY)} there, at 0 here")
+        made.overrides[ENTROPY] = 0
+    if take("bf16"):
+        set_bf16(made)
+    if (lora := take("peft_config")) is not None:
+        made.differs.append(f"peft_config={lora}: all weights are trained here")
+    if (more := take("**")) is not None:
+        made.unknown[f"**{more}"] = "the settings of this mapping have no value here"
+    _trl_rewards(made)
+    tell_data(made, "train_dataset", "eval_dataset", "dataset_name", "dataset_config")
+
+
+def _trl_loss(made: Converted) -> None:
+    kind, level, low, high = map(made.take, ("loss_type", "importance_sampling_level", "epsilon", "epsilon_high"))
+    high = low if high is None else high
+    set_clip(made, low, high)
+    known = {"grpo": "sequence", "bnpo": "token", "dapo": "token", "dr_grpo": "constant", "cispo": "token"}
+    made.choose(AGGREGATION, "loss_type", kind, known, "sequence" if kind in ("sapo", "luspo") else "token")
+    tell_constant(made, "loss_type", kind, "max_completion_length")
+    if kind == "bnpo":
+        made.differs.append("loss_type=bnpo: the mean over tokens is that of a process there, that of the update here")
+    if AGGREGATION in made.unknown:
+        return
+    by_level = "gspo" if level == "sequence" else "clip"
+    made.choose(LOSS, "loss_type", kind, dict.fromkeys(known, by_level) | {"cispo": "cispo"}, by_level)
+    if kind != "cispo":
+        return
+    made.overrides[DUAL_CLIP] = None  # delta has no effect there
+    if level == "sequence":
+        made.differs.append("importance_sampling_level=sequence: cispo has the ratio of each token here")
+    if isinstance(high, int | float):
+        bound = f"loss_type=cispo: ratios are capped at epsilon_high={high} there, at 1 + {CLIP_HIGH} here"
+        if high > 1:
+            made.overrides[CLIP_HIGH] = round(high - 1, 12)
+            made.notes.append(bound)
+        else:
+            made.unknown[CLIP_HIGH] = f"{bound}, which is above 1"
+
+
+def _trl_engine(made: Converted) -> None:
+    take = made.take
+    has_engine, corrects = take("use_vllm"), take("vllm_importance_sampling_correction")
+    mode, key = take("vllm_importance_sampling_mode"), "vllm_importance_sampling_mode"
+    floor, cap = take("vllm_importance_sampling_clip_min"), take("vllm_importance_sampling_clip_max")
+    known = {"token_truncate": "tis", "token_mask": "icepop", "sequence_truncate": "sequence_tis"}
+    if not has_engine:
+        set_correction(made, key, "tis", None, 2.0)
+        made.notes.append("use_vllm=false: the trainer itself samples there; here an engine does, with its correction")
+    else:
+        method = known.get(mode, "sequence_mask") if corrects else "none"
+        set_correction(made, f"{key}={mode}", method, floor, cap)
+
+
+def _trl_reference(made: Converted) -> None:
+    sync, every, alpha = (made.take(key) for key in ("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha"))
+    if not sync:
+        return
+    if made.overrides.get(KL) == 0:
+        made.notes.append("sync_ref_model has no effect with beta=0, which needs no reference policy")
+        return
+    made.overrides |= {"trainer.resets.every": every, "trainer.resets.parts": "reference"}
+    if alpha != 1:
+        made.differs.append(
+            f"sync_ref_model: the reference becomes {alpha} (ref_model_mixup_alpha) of the policy and the rest of"
+            " itself there; here it becomes the policy"
+        )
+
+
+def _trl_processes(made: Converted) -> int | None:
+    """Return the number of processes of the run, and set the nodes and devices; None if it has no value."""
+    keys = "num_processes", "nproc_per_node", "num_gpus", "nnodes", "num_machines", "num_nodes"
+    given = {key: value for key in keys if (value := made.take(key)) is not None}
+    config = made.take("config_file")
+    unclear = [f"{key}={value}" for key, value in given.items() if not isinstance(value, int | float) or value < 1]
+    if config is not None and not given:
+        unclear.append(f"{config} (missing: put it where the script names it, and convert again)")
+    if unclear:
+        made.unknown[PROMPTS] = made.unknown["trainer.devices"] = (
+            f"TRL's batch is that of one process, and {', '.join(unclear)} does not say how many there are"
+        )
+        return None
+    nodes = int(given.get("nnodes") or given.get("num_machines") or given.get("num_nodes") or 1)
+    each = given.get("nproc_per_node") or given.get("num_gpus")
+    if each is None and "num_processes" not in given:
+        made.notes.append(
+            "TRL's batch is that of one process. No file says how many there are, so one was assumed: for N processes"
+            " convert a shell script with `accelerate launch --num_processes N FILE.py`"
+        )
+    whole = int(given["num_processes"]) if each is None and "num_processes" in given else int(each or 1) * nodes
+    made.overrides |= {"trainer.num_nodes": nodes, "trainer.devices": max(1, whole // nodes)}
+    return whole
+
+
+def _trl_batch(made: Converted) -> None:
+    """Set the prompts and updates of a step, unless a size that they follow from is unknown."""
+    take, group = made.take, made.overrides.get(GROUP)
+    device, accumulated = take("per_device_train_batch_size"), take("gradient_accumulation_steps")
+    whole, steps = take("generation_batch_size"), take("steps_per_generation")
+    processes = _trl_processes(made)
+    if {PROMPTS, GROUP} & made.unknown.keys() or None in (device, accumulated, group, processes):
+        return
+    batch = device * accumulated * processes
+    generated = max(batch, whole or device * (steps or accumulated) * processes)
+    made.overrides[PROMPTS] = max(1, generated // group)
+    if generated % group:
+        of = "a process" if processes == 1 else f"{processes} processes"
+        made.unknown[PROMPTS] = f"{generated} responses of {of} are no whole groups of {group}"
+        return
+    set_updates(made, batch, "per_device_train_batch_size * gradient_accumulation_steps * processes")
+    if (updates := made.overrides.get(UPDATES, 1)) > 1:
+        for key in [one for one in _UPDATE_COUNTS if one in made.overrides]:
+            made.overrides[key] = -(-made.overrides[key] // updates)
+        made.notes.append(f"a step here makes {updates} of TRL's steps: numbers of steps are divided by {updates}")
+
+
+def _trl_rewards(made: Converted) -> None:
+    """Add a note with the override for TRL's reward functions and their weights; name a reward model as different."""
+    functions, weights = made.take("reward_funcs"), made.rest.get("reward_weights")
+    if isinstance(functions, Expression):
+        node = ast.parse(functions, mode="eval").body
+        found = [ast.unparse(one) for one in getattr(node, "elts", [node])]
+    else:  # of a YAML file: a text that cannot be a function is quoted, as a model is in Python
+        listed = functions if isinstance(functions, list) else [functions]
+        found = [str(one) if re.fullmatch(r"[\w.]+", str(one)) else repr(one) for one in listed if one is not None]
+    models = [one for one in found if one[0] in "'\""]
+    if (model := made.take("reward_model_name_or_path")) is not None:
+        models.append(repr(model))
+    made.differs += [
+        f"reward_funcs={one}: a reward model is not supported here; a reward that asks a server:"
+        " docs/howto/reward_server.md"
+        for one in models
+    ]
+    values = weights if isinstance(weights, list) and len(weights) == len(found) else None
+    pairs = zip(found, values or [1] * len(found), strict=True)
+    used = {name: weight for name, weight in pairs if name not in models}
+    if not used:
+        return
+    if weights is not None and values is None:
+        made.unknown[f"reward_weights={weights}"] = f"expected a list of {len(found)} numbers, one per reward function"
+    names = [name.rsplit(".", 1)[-1] if re.fullmatch(r"[\w.]+", name) else "FUNCTION" for name in used]
+    factors = [f"*{weight:g}" if values else "" for weight in used.values()]
+    parts = [f"FILE.py:{name}{factor}" for name, factor in zip(names, factors, strict=True)]
+    given = [f"reward_funcs=[{', '.join(names)}]" if len(found) > 1 else f"reward_funcs={names[0]}"]
+    given += [f"reward_weights={made.take('reward_weights')}"] if weights is not None else []
+    made.notes.append(
+        f"reward ({', '.join(given)}): add 'rewards.functions.TASK={' + '.join(parts)}', with functions of one"
+        ' response made as in docs/howto/reward_function.md, "A reward function of TRL"'
+    )
+    total = f"{sum(used.values()):g}" if values or weights is None else "the sum of reward_weights"
+    if total == "1":
+        return
+    text = f"reward_funcs: a sum of rewards becomes a mean: divided by {total}"
+    if made.overrides[ADVANTAGE] == "mean_only" or ADVANTAGE in made.unknown:
+        others = f"{KL}, {ENTROPY} and trainer.gradient_clip_val"
+        made.differs.append(f"{text}, and so are advantages without a std; divide {others} by it, too")
+    else:
+        made.notes.append(f"{text}, which cancels where advantages are divided by a std")

@@ -10,8 +10,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_prorl.errors import ConfigError
-from nemo_prorl.migration.python import UNREAD, of_python
-from nemo_prorl.migration.shell import LAUNCH, Command, Expression, Script, without_marks
+from nemo_prorl.migration.python import of_python
+from nemo_prorl.migration.shell import LAUNCH, UNREAD, Command, Expression, Script, without_marks
 
 _OF_TRL = {"single_gpu": 1} | dict.fromkeys(("multi_gpu", "zero1", "zero2", "zero3", "fsdp1", "fsdp2"), 8)
 _VERL = "ppo_trainer", "_self_"  # the defaults of the table

@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
-from nemo_prorl.migration.shell import Expression
-
-UNREAD = "?"  # begins the key of something that was not read; the value says what the user should do
+from nemo_prorl.migration.shell import UNREAD, Expression
 
 _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -189,7 +187,8 @@ class _Script:
         changes = self._of_call(node) if isinstance(node, ast.Call) else self._of_assignment(node, found)
         for key, value in changes:
             before = found.get(key, "the default")
-            yield key, value if self._is_certain(node) or value == before else Expression(f"{before} or {value}")
+            known = key.startswith(UNREAD) or self._is_certain(node) or value == before
+            yield key, value if known else Expression(f"{before} or {value}")
 
     def _of_assignment(self, node: ast.AST, found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
@@ -259,12 +258,12 @@ class _Fold(ast.NodeTransformer):
         self._options: dict[str, _Options] = {}  # {name of a namespace: its attributes}
         self._fields: dict[str, _Options] = {}
         statements = [node for node in nodes if isinstance(node, ast.Assign | ast.AnnAssign) and id(node) not in fields]
-        for _ in range(2):  # classes use constants, and constants use classes
+        for _ in range(3):  # classes use constants, constants use classes, functions use both
             self._fields = {one.name: dict(self._of_class(one)) for one in classes}
             of_parser = dict(self._of_parser(nodes))
             for statement in statements:
                 self._bind(statement, bound, nodes, of_parser)
-        self._bind_parameters(nodes, of_parser)
+            self._bind_parameters(nodes, of_parser)
         self._options |= {name: found for name, found in self._fields.items() if name not in self._options}
         for node in nodes:
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):

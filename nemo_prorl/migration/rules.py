@@ -35,8 +35,7 @@ from nemo_prorl.migration.converted import (
 )
 from nemo_prorl.migration.files import SCRIPT
 from nemo_prorl.migration.names import known, meant, table
-from nemo_prorl.migration.python import UNREAD
-from nemo_prorl.migration.shell import Expression
+from nemo_prorl.migration.shell import UNREAD, Expression
 from nemo_prorl.migration.trainers import RULES
 
 _LIMIT = {"model.micro_batch_tokens": 16384, "rollout.max_batched_tokens": 16384}  # of cluster=h100_4x8
@@ -113,7 +112,10 @@ def _fits(value: Any, default: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    return Expression(value) if isinstance(value, str) and "${" in value else value
+    """Return an `Expression` for a text or a list with a reference that has no value."""
+    items = value if isinstance(value, list) else [value]
+    unclear = any(isinstance(item, Expression) or (isinstance(item, str) and "${" in item) for item in items)
+    return Expression(value) if unclear else value
 
 
 def _is_usable(theirs: str, ours: str, value: Any, made: Converted) -> bool:

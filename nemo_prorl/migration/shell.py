@@ -12,6 +12,8 @@ import yaml
 
 # Marks what cannot be evaluated; the text behind the mark is the script's.
 _UNKNOWN = "\ue000"
+UNREAD = "?"  # begins the key of something that was not read; the value says what the user should do
+_ARGUMENTS = re.compile(r'"\$([@*]|\{[@*][^}"]*\})"')  # of the script itself: none
 _COMMENT = re.compile(r"^\s*#.*\n", re.M)
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.S)
 _ASSIGNED = re.compile(r"\s*((export|declare|local|readonly)\s+(-\w+\s+)*)?[A-Za-z_]\w*\+?=")
@@ -73,7 +75,7 @@ class Script:
     def __init__(self, text: str) -> None:
         self.files: dict[str, str] = {}
         self._documents: list[tuple[str, bool]] = []  # text, and whether variables in it get their values
-        self._text = self._without_documents(text)
+        self._text = self._without_documents(_ARGUMENTS.sub("", text))
         self._known = {"HOME": os.path.expanduser("~"), "@": "", "*": ""}
         self._arrays: dict[str, list[str]] = {}
 
@@ -102,7 +104,7 @@ class Script:
         depth, begun = 0, 0
         for end in range(1, len(lines) + 1):
             try:
-                commands = _commands("\n".join(lines[begun:end]), self._known, self._arrays)
+                commands = _commands("\n".join(lines[begun:end]), self._known, self._arrays, is_certain=depth == 0)
             except ValueError:  # an open quotation or bracket: the next line belongs to it
                 continue
             begun = end
@@ -131,7 +133,9 @@ class Script:
         while words and _ASSIGNMENT.fullmatch(words[0]):
             words = words[1:]
         program = words[0].rsplit("/", 1)[-1] if words else ""
-        if program in ("bash", "sh") and document:
+        if program == "read" and document:
+            self._known[words[-1]] = document
+        elif program in ("bash", "sh") and document:
             yield from self._of_lines(_lines(document))
         elif program == "trl" and words[1:2] != ["grpo"]:
             return
@@ -167,8 +171,8 @@ def _document(text: str, known: dict[str, str]) -> str:
     """Return a here-document with the values of its variables."""
     done, at = "", 0
     while at < len(text):
-        if text[at] == "\\" and text[at + 1 : at + 2] in ("$", "`", "\\"):
-            done, at = done + text[at + 1], at + 2
+        if text[at] == "\\" and text[at + 1 : at + 2] in ("$", "`", "\\", "\n"):
+            done, at = done + text[at + 1].strip("\n"), at + 2
         elif text[at] in "$`":
             value, end = _dollar(text, at, known)
             done, at = done + (f"{_UNKNOWN}{text[at:end]}" if value is None else value), end
@@ -185,7 +189,9 @@ def _command(words: list[str], document: str | None) -> Command | None:
     pythons = [at for at, word in enumerate(words) if _PYTHON.search(word)]
     start = min([*modules[:1], *files[:1]], default=pythons[0] if pythons else -1)
     if start < 0:
-        return None if words[0] == "ray" else Command(None, [], list(_of_words(words)))
+        settings = list(_of_words(words))
+        is_trainer = words[0] != "ray" and any(not key.startswith(UNREAD) for key, _ in settings)
+        return Command(None, [], settings) if is_trainer else None
     is_module = start in modules
     launcher = [pair for pair in _of_words(words[:start]) if pair[0] in LAUNCH]
     if re.search(r"vllm|prepare|download|preprocess", words[start + is_module]):
@@ -195,11 +201,12 @@ def _command(words: list[str], document: str | None) -> Command | None:
     return Command(script, launcher, list(_of_words(words[start + 1 + is_module :])), document if is_read else None)
 
 
-def _commands(text: str, known: dict[str, str], arrays: dict[str, list[str]]) -> list[list[str]]:
+def _commands(text: str, known: dict[str, str], arrays: dict[str, list[str]], is_certain: bool) -> list[list[str]]:
     """Return the words of each command of a line; raises ValueError for an open quotation or bracket."""
     if match := _ARRAY.match(text):
         end = _closing(text, match.end())
         words = _words(text[match.end() + 1 : end - 1], known, arrays)
+        words = words if is_certain else _doubtful(words)
         arrays[match[1]] = [*arrays.get(match[1], []), *words] if match[2] else words
         return []
     commands: list[list[str]] = [[]]
@@ -209,6 +216,20 @@ def _commands(text: str, known: dict[str, str], arrays: dict[str, list[str]]) ->
         else:
             commands[-1].append(word)
     return [words for words in commands if words]
+
+
+def _doubtful(words: list[str]) -> list[str]:
+    """Return the words of a branch, with values that count as unknown."""
+    found = []
+    for word, following in zip(words, [*words[1:], "--"], strict=True):
+        name, equals, value = word.partition("=")
+        if equals:
+            found.append(f"{name}={_UNKNOWN}{value}")
+        elif word.startswith("--"):
+            found.append(f"{word}={_UNKNOWN}true" if following.startswith("--") else word)
+        else:
+            found.append(f"{_UNKNOWN}{word}")
+    return found
 
 
 def _words(text: str, known: dict[str, str], arrays: dict[str, list[str]], punctuation: str = "") -> list[str]:
@@ -227,13 +248,16 @@ def _of_words(words: list[str]) -> Iterator[tuple[str, Any]]:
             values.append(_value(word))
             continue
         if flag:
-            yield flag, values if len(values) > 1 else values[0] if values else True
+            is_known = not any(isinstance(value, Expression) for value in values)
+            several = values if is_known else Expression(" ".join(map(str, values)))
+            yield flag, several if len(values) > 1 else values[0] if values else True
         flag, values = None, []
         if override:
             yield override[1], _value(override[2])
-        elif word.startswith("~") or (_ASSIGNMENT.fullmatch(word) and not word.startswith("-")):
-            name, _, value = word.partition("=")  # Hydra's groups, such as model_engine=megatron, and deletions
-            yield name, _value(value) if value else "deleted"
+        elif word.startswith("~") or (_UNKNOWN in word and not word.startswith("-") and "=" not in word):
+            yield f"{UNREAD}{word.replace(_UNKNOWN, '')}", "what it sets or deletes has no value here"
+        elif match := _ASSIGNMENT.fullmatch(word):  # a group of Hydra, such as model_engine=megatron
+            yield match[1], _value(match[3])
         elif word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             name = name.replace("-", "_")

@@ -164,7 +164,12 @@ def test_all_numbers_of_steps_of_trl_are_divided(tmp_path: Path, capsys: pytest.
     [
         ("trl", "a.py", "GRPOConfig(beta=0)", "num_train_epochs=3.0 (the default): 3.0 * (prompts"),
         ("trl", "a.py", "GRPOConfig(max_steps=-1)", "num_train_epochs=3.0 (the default): 3.0 * (prompts"),
-        ("verl", "a.sh", "python3 -m x data.train_batch_size=256 trainer.total_epochs=15", "trainer.total_epochs=15: 15 *"),
+        (
+            "verl",
+            "a.sh",
+            "python3 -m x data.train_batch_size=256 trainer.total_epochs=15",
+            "trainer.total_epochs=15: 15 *",
+        ),
         ("openrlhf", "a.sh", "python3 -m x --num_episodes 20", "train.num_episodes=20: 20 * (prompts"),
         ("nemo_rl", "a.yaml", "grpo: {num_prompts_per_step: 8}", "grpo.max_num_epochs=1 (the default): 1 * (prompts"),
     ],

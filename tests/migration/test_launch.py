@@ -1,0 +1,182 @@
+"""Shell scripts that start a trainer through another program, with files: these are read, or named as missing."""
+
+from pathlib import Path
+
+import pytest
+
+from nemo_prorl import cli
+from tests.migration.test_convert import GRPO, converted
+
+YAML = "model_name_or_path: org/m\nlearning_rate: 3e-6\nbeta: 0.2\nmax_steps: 5\nper_device_train_batch_size: 8\n"
+GRPO_PY = "-m trl.scripts.grpo --model_name_or_path org/m --max_steps 5"
+
+
+@pytest.mark.parametrize("folder", ["", "configs/"])
+def test_the_file_of_an_option_is_read(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / f"{folder}c.yaml"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(YAML)
+    text = f"trl grpo --config {folder}c.yaml --learning_rate ${{LR:-1e-6}} # model_name_or_path"
+    overrides, _ = converted("trl", text, tmp_path / "run.sh", capsys)
+    assert {"model.optim.lr=1e-06", f"{GRPO}.kl_coef=0.2", f"{GRPO}.max_steps=5"} <= set(overrides)
+    path.unlink()
+    overrides, comments = converted("trl", text, tmp_path / "run.sh", capsys, code=2)
+    assert not any(one.startswith("pretrained_checkpoint") for one in overrides)
+    assert f"  {folder}c.yaml: this file is missing: put it where the script names it, and convert again" in comments
+
+
+def test_a_file_that_the_script_writes_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = f"KL=0.4\ncat <<EOF > c.yaml\n{YAML.replace('0.2', '${KL}')}EOF\ntrl grpo --config c.yaml"
+    assert f"{GRPO}.kl_coef=0.4" in converted("trl", text, tmp_path / "run.sh", capsys)[0]
+    quoted = text.replace("<<EOF", "<< 'EOF'")
+    _, comments = converted("trl", quoted, tmp_path / "run.sh", capsys, code=2)
+    assert f"  {GRPO}.kl_coef: beta=${{KL}} has no value here" in comments
+    unset = text.replace("KL=0.4", "")
+    _, comments = converted("trl", unset, tmp_path / "run.sh", capsys, code=2)
+    assert f"  {GRPO}.kl_coef: beta=${{KL}} has no value here" in comments
+
+
+def test_a_program_that_the_script_contains_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "python3 - <<'EOF'\nargs = GRPOConfig(max_steps=3)\nargs.beta = 0.1\nGRPOTrainer(model='m')\nEOF"
+    assert f"{GRPO}.kl_coef=0.1" in converted("trl", text, tmp_path / "run.sh", capsys)[0]
+
+
+def test_the_files_of_verl_and_nemo_rl_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [ppo_trainer, _self_]\nactor_rollout_ref: {rollout: {n: 6}, model: {path: m}}\n"
+        "algorithm: {adv_estimator: grpo}\ntrainer: {total_training_steps: 3}\n"
+    )
+    text = "python3 -m verl.trainer.main_ppo --config-path=. --config-name='mine' actor_rollout_ref.model.path=m"
+    assert f"{GRPO}.samples_per_prompt=6" in converted("verl", text, tmp_path / "run.sh", capsys)[0]
+
+    (tmp_path / "base.yaml").write_text("grpo: {num_generations_per_prompt: 4, num_prompts_per_step: 64}\n")
+    (tmp_path / "grpo.yaml").write_text("defaults: base.yaml\ngrpo: {max_num_steps: 9}\n")
+    text = "uv run examples/run_grpo_math.py --config grpo.yaml grpo.num_prompts_per_step=128"
+    overrides, _ = converted("nemo_rl", text, tmp_path / "run.sh", capsys)
+    expected = {f"{GRPO}.samples_per_prompt=4", f"{GRPO}.prompts_per_step=128", f"{GRPO}.max_steps=9"}
+    assert expected <= set(overrides)
+    slurm = f"COMMAND='{text}' \\\nCONTAINER=c \\\nsbatch --nodes=2 ray.sub"
+    assert expected <= set(converted("nemo_rl", slurm, tmp_path / "run.sh", capsys)[0])
+    (tmp_path / "grpo.yaml").unlink()
+    _, comments = converted("nemo_rl", text, tmp_path / "run.sh", capsys, code=2)
+    assert any(line.startswith("  grpo.yaml: this file is missing") for line in comments)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "processes", "nodes"),
+    [
+        ("accelerate launch --num_processes 4", 4, 1),
+        ("accelerate launch --num_processes=8 --num_machines 2 --machine_rank $RANK", 8, 2),
+        ("torchrun --nproc_per_node 4 --nnodes 2", 8, 2),
+        ("python -m torch.distributed.run --nproc_per_node=2", 2, 1),
+        ("deepspeed --num_gpus 3", 3, 1),
+        ("accelerate launch --config_file acc.yaml", 6, 1),
+        ("accelerate launch --config_file acc.yaml --num_processes 2", 2, 1),
+        ("accelerate launch --config_file none.yaml --num_processes 2", 2, 1),
+        ("accelerate launch --config_file none.yaml", None, 1),
+        ("torchrun --nproc_per_node $GPUS", None, 1),
+        ("torchrun --nproc_per_node gpu", None, 1),
+    ],
+)
+def test_the_batch_of_trl_is_that_of_all_processes(
+    launcher: str, processes: int | None, nodes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "acc.yaml").write_text("num_processes: 6\nnum_machines: 1\nmixed_precision: bf16\n")
+    text = f"{launcher} {GRPO_PY} --num_generations 4"
+    overrides, comments = converted("trl", text, tmp_path / "run.sh", capsys, code=0 if processes else 2)
+    assert not any("one was assumed" in line for line in comments)
+    if processes is None:
+        assert any("does not say how many there are" in line for line in comments)
+        assert not any("prompts_per_step" in one or "trainer.devices" in one for one in overrides)
+    else:
+        expected = {f"{GRPO}.prompts_per_step={2 * processes}", f"{GRPO}.updates_per_step=1"}
+        assert expected | {f"trainer.devices={processes // nodes}", f"trainer.num_nodes={nodes}"} <= set(overrides)
+
+
+def test_a_generation_batch_of_trl_is_that_of_all_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = f"accelerate launch --num_processes 2 {GRPO_PY} --generation_batch_size 64 --num_generations 8"
+    overrides, _ = converted("trl", text, tmp_path / "run.sh", capsys)
+    assert {f"{GRPO}.prompts_per_step=8", f"{GRPO}.updates_per_step=4"} <= set(overrides)
+
+
+def test_a_file_that_names_no_launcher_says_what_was_assumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, comments = converted("trl", "GRPOConfig(max_steps=1)", tmp_path / "a.py", capsys)
+    assert any("one was assumed: for N processes convert a shell script" in line for line in comments)
+
+
+VERL = "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=m trainer.total_training_steps=3"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('if [ $1 = a ]; then\nA+=(data.train_batch_size=64)\nfi\nVERL "${A[@]}"', "data.train_batch_size=64 has no"),
+        ("VERL data.train_batch_size=64\nVERL data.train_batch_size=32", "64 or 32 (of two commands) has no value"),
+        ("VERL $EXTRA", "$EXTRA: what it sets or deletes has no value here"),
+        ("VERL ~data.train_batch_size", "~data.train_batch_size: what it sets or deletes has no value here"),
+    ],
+)
+def test_a_setting_of_a_branch_or_of_two_commands_is_not_known(
+    text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, comments = converted("verl", f"A=()\n{text}".replace("VERL", VERL), tmp_path / "run.sh", capsys, code=2)
+    assert any(told in line for line in comments), comments
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'VERL data.train_batch_size=512 "$@"',
+        'VERL data.train_batch_size=512 "${@:2}"',
+        'srun bash -c "VERL data.train_batch_size=512"',
+        'CMD="VERL data.train_batch_size=512"\neval "$CMD"',
+        "ray job submit --address=x -- VERL data.train_batch_size=512",
+        "vllm serve m --port 1 &\ncurl --data x y\nVERL data.train_batch_size=512",
+        "read -r -d '' CMD <<EOF\nVERL \\\n data.train_batch_size=512\nEOF\n$CMD",
+        "bash <<EOF\nVERL data.train_batch_size=512\nEOF",
+    ],
+)
+def test_a_command_is_found_in_any_form(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides, comments = converted("verl", text.replace("VERL", VERL), tmp_path / "run.sh", capsys)
+    assert f"{GRPO}.prompts_per_step=512" in overrides
+    assert not any("without a counterpart" in line for line in comments)
+
+
+def test_what_only_one_of_several_values_says_is_not_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "python3 -m openrlhf.cli.train_ppo_ray --n_samples_per_prompt 8 --eps_clip_low_high 0.2 $HIGH"
+    overrides, _ = converted("openrlhf", text, tmp_path / "run.sh", capsys, code=2)
+    assert not any("clip_high" in one for one in overrides)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "text", "told"),
+    [
+        ("verl", "VERL reward_model.enable=True", "reward_model.enable=True: a reward model is not supported here"),
+        ("openrlhf", "python3 -m x --n_samples_per_prompt 8 --reward_pretrain org/r", "org/r: a reward model is not"),
+        (
+            "verl",
+            "VERL actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm"
+            " actor_rollout_ref.actor.loss_scale_factor=4",
+            "the loss is divided by 4 there",
+        ),
+        (
+            "verl",
+            "VERL actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov",
+            "loss_mode=clip_cov has no counterpart",
+        ),
+    ],
+)
+def test_what_has_no_counterpart_is_told(
+    trainer: str, text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides, comments = converted(trainer, text.replace("VERL", VERL), tmp_path / "run.sh", capsys)
+    assert any(told in line and line.startswith("  ") for line in comments)
+    assert trainer == "verl" or {"trainer.devices=8", "trainer.num_nodes=1"} <= set(overrides)
+
+
+def test_the_help_says_when_the_exit_code_is_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["convert", "--help"])
+    assert "exit code 2 if a value is missing or a key unknown" in " ".join(capsys.readouterr().out.split())

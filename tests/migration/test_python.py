@@ -1,0 +1,163 @@
+"""Python scripts of TRL: what they set after the constructor, and with options, is evaluated or must be set."""
+
+from pathlib import Path
+
+import pytest
+
+from nemo_prorl import cli
+from tests.migration.test_convert import GRPO, converted
+
+AFTER = """
+import dataclasses
+from trl import GRPOConfig, GRPOTrainer
+args = GRPOConfig(beta=0.3, max_steps=10, learning_rate=1e-6)
+{change}
+trainer = GRPOTrainer("org/model", length, args, data)
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ("args.beta = 0.1", "0.1"),
+        ("args.beta: float = 0.1", "0.1"),
+        ("args.beta += 0.1; args.beta *= 2", "0.8"),
+        ("setattr(args, 'beta', 0.1)", "0.1"),
+        ("args = dataclasses.replace(args, beta=0.1)", "0.1"),
+        ("more = args\nmore.beta = 0.1", "0.1"),
+        ("args.beta = 0.2\nargs.beta = 0.1", "0.1"),
+        ("if __name__ == '__main__':\n    args.beta = 0.1", "0.1"),
+        ("args.beta = compute()", None),
+        ("args.beta += compute()", None),
+        ("if fast:\n    args.beta = 0.1", None),
+        ("for args.beta in (0.1, 0.2):\n    pass", None),
+        ("args = dataclasses.replace(args, beta=compute())", None),
+        ("if fast:\n    args = GRPOConfig(beta=0.1, max_steps=10)", None),
+    ],
+)
+def test_what_is_set_after_the_constructor_counts(
+    change: str, expected: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = AFTER.format(change=change)
+    overrides, comments = converted("trl", text, tmp_path / "a.py", capsys, code=0 if expected else 2)
+    assert [one for one in overrides if "kl_coef" in one] == ([f"{GRPO}.kl_coef={expected}"] if expected else [])
+    assert any(line.startswith(f"  {GRPO}.kl_coef: beta=") for line in comments) == (expected is None)
+
+
+def test_what_is_set_through_the_trainer_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = AFTER.format(change="") + "trainer.args.beta = 0.1\n"
+    assert f"{GRPO}.kl_coef=0.1" in converted("trl", text, tmp_path / "a.py", capsys)[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("for key, value in more.items():\n    setattr(args, key, value)", "setattr(args, key, value): which settings"),
+        ("vars(args).update(more)", "vars(args).update(more): which settings"),
+        ("args.set_optimizer(learning_rate=1)", "args.set_optimizer(learning_rate=1): which settings"),
+        ("args = dataclasses.replace(args, **more)", "**more: "),
+        ("class Mine(GRPOTrainer):\n    def compute_loss(self): pass", "class Mine: its methods (compute_loss)"),
+    ],
+)
+def test_what_cannot_be_read_is_told(
+    change: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, comments = converted("trl", AFTER.format(change=change), tmp_path / "a.py", capsys, code=2)
+    assert any(line.startswith(f"  {told}") for line in comments), comments
+
+
+OPTIONS = """
+import argparse, os
+from dataclasses import dataclass, field
+from transformers import AutoModelForCausalLM
+from trl import GRPOConfig as Settings, GRPOTrainer
+@dataclass
+class Mine:
+    temperature: float = field(default=0.8, metadata={"help": "of the samples"})
+    clip: float = 0.3
+class Fixed:
+    KL = 0.02
+def parse_args():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="org/model")
+    parser.add_argument("--learning-rate", type=float, default=2e-6)
+    parser.add_argument("--decay", dest="weight_decay", type=float, default=0.1)
+    parser.add_argument("--vllm", action="store_true")
+    return parser.parse_args()
+def main(opts):
+    mine = Mine(clip=0.25)
+    more = dict(num_generations=4, **{"max_steps": 30})
+    args = Settings("out", learning_rate=opts.learning_rate, weight_decay=opts.weight_decay, use_vllm=opts.vllm,
+        temperature=mine.temperature, epsilon=mine.clip, beta=Fixed.KL, seed=int(os.environ.get("SEED", "7")), **more)
+    model = AutoModelForCausalLM.from_pretrained(opts.model, torch_dtype="auto")
+    GRPOTrainer(model, reward_funcs=[length], args=args).train()
+main(parse_args())
+"""
+
+
+def test_options_and_fields_have_their_defaults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides, _ = converted("trl", OPTIONS, tmp_path / "a.py", capsys)
+    expected = {"model.optim.lr=2e-06", "model.optim.weight_decay=0.1", f"{GRPO}.temperature=0.8", "seed=7"}
+    expected |= {f"{GRPO}.clip_low=0.25", f"{GRPO}.kl_coef=0.02", f"{GRPO}.samples_per_prompt=4", "run_dir=out"}
+    expected |= {f"{GRPO}.max_steps=30", "pretrained_checkpoint.restore_from_path=org/model"}
+    assert expected <= set(overrides)
+
+
+def test_the_options_of_a_script_that_starts_it_come_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.py").write_text(OPTIONS)
+    text = "accelerate launch --num_processes 4 a.py --model org/model_name_or_path --learning-rate 5e-6 --decay=0"
+    overrides, comments = converted("trl", text, tmp_path / "run.sh", capsys)
+    expected = {"model.optim.lr=5e-06", "model.optim.weight_decay=0", "trainer.devices=4", f"{GRPO}.prompts_per_step=8"}
+    assert expected <= set(overrides)
+    assert not any("one was assumed" in line for line in comments)
+
+
+PARSER = """
+from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser
+class Mine:
+    group: int = 16
+class Own(GRPOConfig):
+    beta: float = 0.05
+parser = TrlParser((Mine, Own, ModelConfig))
+script_args, training_args, model_args = parser.parse_args_and_config()
+training_args.num_generations = script_args.group
+trainer = GRPOTrainer(model=model_args.model_name_or_path, reward_funcs=length, args=training_args)
+"""
+
+
+def test_the_options_of_trl_s_parser_are_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.py").write_text(PARSER)
+    (tmp_path / "c.yaml").write_text("learning_rate: 1e-5\ntemperature: 0.7\ngroup: 8\nmax_steps: 3\n")
+    text = "python a.py --config c.yaml --model_name_or_path org/m --temperature 0.9"
+    overrides, _ = converted("trl", text, tmp_path / "run.sh", capsys)
+    expected = {"model.optim.lr=1e-05", f"{GRPO}.temperature=0.9", f"{GRPO}.samples_per_prompt=8"}
+    assert expected | {f"{GRPO}.kl_coef=0.05", "pretrained_checkpoint.restore_from_path=org/m"} <= set(overrides)
+    (tmp_path / "c.yaml").unlink()
+    _, comments = converted("trl", text, tmp_path / "run.sh", capsys, code=2)
+    assert "  c.yaml: this file is missing: put it where the script names it, and convert again" in comments
+    (tmp_path / "a.py").unlink()
+    _, comments = converted("trl", text, tmp_path / "run.sh", capsys, code=2)
+    assert any(line.startswith("  a.py: this file is missing, and what it sets was not read") for line in comments)
+
+
+@pytest.mark.parametrize("change", ["kw = dict(beta=0.1)\nkw['beta'] = 0.2", "kw = {}\nkw.update(beta=0.2)"])
+def test_a_mapping_that_changes_is_not_known(change: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = f"{change}\nGRPOConfig(max_steps=1, **kw)"
+    overrides, comments = converted("trl", text, tmp_path / "a.py", capsys, code=2)
+    assert f"{GRPO}.kl_coef=0.1" not in overrides
+    assert "  **kw: the settings of this mapping have no value here" in comments
+
+
+def test_rloo_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a.py").write_text("from trl import RLOOConfig\nargs = RLOOConfig(beta=0.1)\n")
+    assert cli.main(["convert", "trl", str(tmp_path / "a.py")]) == 2
+    assert "expected a GRPOConfig; got RLOOConfig" in caplog.text
+
+
+@pytest.mark.parametrize("weights", ["[1, 0.5, 0.2]", "weights"])
+def test_weights_that_do_not_fit_the_rewards_are_told(
+    weights: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = f"GRPOConfig(max_steps=1, reward_weights={weights})\nGRPOTrainer('m', reward_funcs=[a, b])"
+    _, comments = converted("trl", text, tmp_path / "a.py", capsys, code=2)
+    assert any(line.endswith("expected a list of 2 numbers, one per reward function") for line in comments)

@@ -256,8 +256,10 @@ class _Fold(ast.NodeTransformer):
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
         self.generic_visit(node)
-        is_number = isinstance(node.operand, ast.Constant) and isinstance(node.operand.value, int | float)
-        return ast.Constant(-node.operand.value) if is_number and isinstance(node.op, ast.USub) else node
+        match node:
+            case ast.UnaryOp(ast.USub(), ast.Constant(int() | float() as number)):
+                return ast.Constant(-number)
+        return node
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
         self.generic_visit(node)

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from nemo_prorl import cli, settings
+from nemo_prorl.errors import ConfigError
+from nemo_prorl.migration.files import read
 from tests import paper_model
 from tests.migration.test_convert import GRPO, converted
 
@@ -162,7 +164,5 @@ def test_the_file_that_a_command_names_is_read_below_its_words(
         ("$1", "has no value here"),
     ):
         script.write_text(command.format(name))
-        assert cli.main(["convert", trainer, str(script)]) == 2
-        shown = capsys.readouterr()
-        assert told in shown.err
-        assert not shown.out
+        with pytest.raises(ConfigError, match=told):
+            read(script)

@@ -19,7 +19,9 @@ _PLAIN = re.compile(r"[\w/\-+.%@?]+")  # what Hydra's overrides accept without q
 
 def add_parser(commands: Any) -> None:
     """Add `convert` to the main command line."""
-    text = "print another trainer's configuration as overrides, and what differs; exit code 2 if a value is missing"
+    text = (
+        "print another trainer's configuration as overrides, and what differs; exit code 2 if one is missing or unknown"
+    )
     parser = commands.add_parser("convert", help=text, description=text)
     parser.add_argument("trainer", choices=list(TITLES), help="trainer that FILE configures")
     parser.add_argument(
@@ -37,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
             f" ({', '.join(keys[:3])}). Fix: prorl convert {other} {shlex.quote(str(args.file))}"
         )
     made = convert(args.trainer, given)
+    made.notes[:0] = given.notes
     if len(made.left) + len(made.misspelt) == len(given):
         raise ConfigError(f"{args.file}: expected settings of {TITLES[args.trainer]}; got only unknown settings")
     sys.stdout.write(text(made, TITLES[args.trainer]))

@@ -1,12 +1,7 @@
 """Reads another trainer's configuration: YAML, JSON, a shell script with its command, or Python with a GRPOConfig."""
 
-import ast
-import copy
-import operator
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,34 +10,75 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_prorl.errors import ConfigError
-from nemo_prorl.migration.shell import Expression, of_shell
+from nemo_prorl.migration.names import table
+from nemo_prorl.migration.python import method_of, of_python
+from nemo_prorl.migration.shell import LAUNCHER_FILE, NODES, PROCESSES, Expression, of_shell
 
-_ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-}
 BASE = "defaults"  # key with the name of a file that a YAML file of NeMo-RL is based on
 
 
-def read(path: Path) -> dict[str, Any]:
-    """Return {dotted key: value} of a file; raises ConfigError if the file cannot be read or has no setting."""
+class Settings(dict[str, Any]):
+    """{dotted key: value} of a file.  `notes`: what was assumed of the file, for the user."""
+
+    notes: Sequence[str] = ()
+
+
+def read(path: Path) -> Settings:
+    """Return the settings of a file; raises ConfigError if it, or a file that it names, cannot be read or has none."""
+    more, notes = "", list[str]()
     try:
         if path.suffix in (".yaml", ".yml", ".json"):
             found = dict(_leaves(_tree(path)))
-        else:
+        elif path.suffix == ".py":
             text = path.read_text(encoding="utf-8")
-            found = dict(_of_python(text) if path.suffix == ".py" else of_shell(text))
+            tables = table("trl")
+            keys = {one for part in ("keys", "derived", "defaults", "aliases", "neutral") for one in tables[part]}
+            found, notes = of_python(text, keys - {"model"})
+            more = "" if found else method_of(text)
+        else:
+            found = _with_files(path, dict(of_shell(path.read_text(encoding="utf-8"))))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, SyntaxError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     if not found:
         raise ConfigError(
             f"{path}: expected a configuration: YAML, JSON, a shell script with the command of the trainer, or Python"
-            " with a GRPOConfig(...); got a file without any setting"
+            f" with a GRPOConfig(...); got a file without any setting{more}"
         )
-    return {key: _number(value) for key, value in found.items()}
+    settings = Settings({key: _number(value) for key, value in found.items()})
+    settings.notes = notes
+    return settings
+
+
+def _with_files(script: Path, found: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a shell script over those of the file that its command names by `--config`."""
+    if isinstance(given := found.pop(LAUNCHER_FILE, None), str):
+        file = _beside(script, given)
+        tree = {} if file is None else _tree(file)
+        why = "is not there" if file is None else "has no num_processes"
+        found[PROCESSES] = tree.get("num_processes", Expression(f"--config_file {given}, which {why}"))
+        found[NODES] = tree.get("num_machines", 1)
+    if not isinstance(given := found.get("config"), str) or not given.endswith((".yaml", ".yml", ".json")):
+        if isinstance(given, Expression):
+            raise ConfigError(
+                f"{script}: --config {given} has no value here. Fix: prorl convert TRAINER with that file"
+            )
+        return found
+    if (file := _beside(script, given)) is None:
+        raise ConfigError(
+            f"{script}: --config {given} has the settings, and is not in {script.parent.absolute()}, a parent of it, or"
+            f" {Path.cwd()}. Fix: put it there, or convert that file instead"
+        )
+    del found["config"]
+    below = dict(_leaves(_tree(file)))
+    if "num_processes" in below and isinstance(found.get(PROCESSES), Expression):  # `trl grpo` takes it from there
+        found[PROCESSES] = below["num_processes"]
+    return below | found
+
+
+def _beside(script: Path, name: str) -> Path | None:
+    """Return a file that a script names: from its folder, a parent of this, or the working directory."""
+    folders = [script.absolute().parent, *script.absolute().parent.parents, Path.cwd()]
+    return next((folder / name for folder in folders if (folder / name).is_file()), None)
 
 
 def _number(value: Any) -> Any:
@@ -95,62 +131,3 @@ def _leaves(tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
                 yield name, OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
 
     yield from below(whole, "")
-
-
-def _of_python(text: str) -> Iterator[tuple[str, Any]]:
-    """Yield the named arguments of each call whose name ends in GRPOConfig or GRPOTrainer, and a LoraConfig.
-
-    A value that does not follow from literals of the file is an `Expression`, and so are all reward functions: there a
-    text is the name of a model.
-    """
-    tree = ast.parse(text)
-    fold = _Fold(tree)
-    for node in ast.walk(tree):
-        name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-        if name.endswith("LoraConfig"):
-            yield "peft_config", Expression(ast.unparse(node))
-        if isinstance(node, ast.Call) and name.endswith(("GRPOConfig", "GRPOTrainer")):
-            for keyword in node.keywords:
-                if keyword.arg == "args":  # the GRPOConfig itself
-                    continue
-                try:
-                    value = fold.value(keyword.value)
-                    yield keyword.arg or "**", Expression(repr(value)) if keyword.arg == "reward_funcs" else value
-                except ValueError:
-                    yield keyword.arg or "**", Expression(ast.unparse(keyword.value))
-
-
-class _Fold(ast.NodeTransformer):
-    """Replaces names by their constants, and arithmetic of constants by its result.
-
-    A constant is a name that the file binds only once, by `NAME = VALUE` outside of a class.
-    """
-
-    def __init__(self, tree: ast.Module) -> None:
-        nodes = list(ast.walk(tree))
-        fields = {id(one) for node in nodes if isinstance(node, ast.ClassDef) for one in node.body}
-        bound = Counter(node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
-        bound.update(node.arg for node in nodes if isinstance(node, ast.arg))
-        bound.update(node.asname or node.name for node in nodes if isinstance(node, ast.alias))
-        self._known: dict[str, Any] = {}
-        simple = (ast.Assign, ast.AnnAssign)
-        for node in sorted((n for n in nodes if isinstance(n, simple) and id(n) not in fields), key=lambda n: n.lineno):
-            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-            if isinstance(target, ast.Name) and bound[target.id] == 1 and node.value is not None:
-                with suppress(ValueError):
-                    self._known[target.id] = self.value(node.value)
-
-    def value(self, node: ast.expr) -> Any:
-        """Return the value of an expression; raises ValueError if it does not follow from literals."""
-        return ast.literal_eval(self.visit(copy.deepcopy(node)))
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        return ast.parse(repr(self._known[node.id]), mode="eval").body if node.id in self._known else node
-
-    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
-        self.generic_visit(node)
-        left, right = (one.value if isinstance(one, ast.Constant) else None for one in (node.left, node.right))
-        if type(node.op) in _ARITHMETIC and isinstance(left, int | float) and isinstance(right, int | float):
-            with suppress(ArithmeticError):
-                return ast.Constant(_ARITHMETIC[type(node.op)](left, right))
-        return node

@@ -34,7 +34,7 @@ from nemo_prorl.migration.converted import (
     Converted,
 )
 from nemo_prorl.migration.names import known, meant, table
-from nemo_prorl.migration.shell import Expression
+from nemo_prorl.migration.shell import NODES, PROCESSES, Expression
 from nemo_prorl.migration.trainers import RULES
 
 _LIMIT = {"model.micro_batch_tokens": 16384, "rollout.max_batched_tokens": 16384}  # of cluster=h100_4x8
@@ -66,7 +66,8 @@ def convert(trainer: str, given: Mapping[str, Any]) -> Converted:
     for key, value in named.items():
         if not _fits(value, tables["defaults"].get(key)):
             raise ConfigError(f"{key}={value!r}: expected a value such as the default, {tables['defaults'][key]!r}")
-    made = Converted(rest={**tables["defaults"], **named})
+    launched = (PROCESSES, NODES) if trainer != "trl" else ()  # the others' sizes are those of the whole run
+    made = Converted(rest={k: v for k, v in {**tables["defaults"], **named}.items() if k not in launched})
     for theirs, ours in (tables["derived"] | tables["keys"]).items():
         if isinstance(made.rest.get(theirs), Expression):
             earlier = f"{made.unknown[ours]}; " if ours in made.unknown else ""
@@ -119,7 +120,8 @@ def _sort_rest(made: Converted, named: Mapping[str, Any], trainer: str) -> None:
         value, last = made.take(key), key.rsplit(".", 1)[-1]
         if last in _EPOCHS and STEPS not in made.overrides | made.unknown:
             default = "" if key in named else " (the default)"
-            made.notes.append(f"{key}={value}{default}: set {STEPS}; how many steps this is depends on the data")
+            passes = f"{value:g}" if isinstance(value, int | float) else value
+            made.unknown[STEPS] = f"{key}={value}{default}; steps: number of prompts x {passes} / {PROMPTS}"
         elif key not in named:
             continue
         elif (mistake := _mistake(key, trainer)) is not None:

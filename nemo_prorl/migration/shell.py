@@ -22,6 +22,9 @@ _NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
 _PARAMETER = re.compile(r"(\w+)(?:(:?[-=+])(.*))?", re.S)
 _PREFIXES = ("then", "do", "else", "{", "export", "declare", "local", "readonly")
 _OPEN, _CLOSED = ("if", "for", "while", "until", "case"), ("fi", "done", "esac")
+# Keys for what a launcher says: all processes, machines, and a file of accelerate's.
+PROCESSES, NODES, LAUNCHER_FILE = "launcher.processes", "launcher.nodes", "launcher.file"
+_LAUNCHERS = re.compile(r"(.*/)?(accelerate|torchrun|deepspeed)|torch\.distributed\.(run|launch)")
 _ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -94,9 +97,33 @@ def _of_command(words: list[str], known: dict[str, str], is_certain: bool) -> It
             known[name] = value if is_certain or known.get(name) == value else f"{_UNKNOWN}${name}"
         return
     words = words[: next((at for at, word in enumerate(words) if re.match(r"\d?[<>]", word)), None)]
-    program = next((at for at, word in enumerate(words) if re.search(r"(^|/)python[\d.]*$|\.py$", word)), -1)
-    if program >= 0 or words[:1] != ["ray"]:  # `ray start` has flags of its own
+    launcher = next((at for at, word in enumerate(words) if _LAUNCHERS.fullmatch(word)), None)
+    begin = 0 if launcher is None else launcher + 1
+    pattern = r"(^|/)python[\d.]*$|\.py$" if launcher is None else r"\.py$|^(-m|--module)$"
+    program = next((at for at, word in enumerate(words) if at >= begin and re.search(pattern, word)), -1)
+    if launcher is not None or words[:2] == ["trl", "grpo"]:
+        yield from _of_launcher(words[launcher or 0 : program if program > 0 else None])
+    if words[:2] != ["trl", "vllm-serve"] and (program >= 0 or words[:1] != ["ray"]):  # these have flags of their own
         yield from _of_words(words[program + 1 :])
+
+
+def _of_launcher(words: list[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the numbers of processes and machines of a launcher's command, or the file that has them."""
+    name = words[0].rpartition("/")[2]
+    given = dict(_of_words(words[1:]))
+    nodes = next((given[key] for key in ("num_machines", "nnodes", "num_nodes") if key in given), 1)
+    each = next((given[key] for key in ("nproc_per_node", "num_gpus") if key in given), None)
+    yield NODES, nodes
+    if (count := given.get("num_processes")) is not None:
+        yield PROCESSES, count
+    elif isinstance(each, int) and isinstance(nodes, int):
+        yield PROCESSES, each * nodes
+    elif (file := given.get("config_file")) is not None:
+        yield LAUNCHER_FILE, file
+    elif each is None and name == "torchrun":
+        yield PROCESSES, nodes  # one of each machine is the default
+    else:
+        yield PROCESSES, Expression(f"{name} without a number of processes" if each is None else f"{each} of {nodes}")
 
 
 def _of_words(words: list[str]) -> Iterator[tuple[str, Any]]:

@@ -46,7 +46,7 @@ from nemo_prorl.migration.schedules import (
     trl_schedule,
     verl_schedule,
 )
-from nemo_prorl.migration.shell import Expression
+from nemo_prorl.migration.shell import NODES, PROCESSES, Expression
 
 _UPDATE_COUNTS = [f"{GRPO}.{key}" for key in ("max_steps", "checkpoint_every", "validate_every")]
 _UPDATE_COUNTS += ["trainer.resets.every", f"{SCHED}.warmup_steps"]
@@ -148,24 +148,35 @@ def _trl_reference(made: Converted) -> None:
 
 
 def _trl_batch(made: Converted) -> None:
-    """Set the prompts and updates of a step for one process, unless a size that they follow from is unknown."""
+    """Set the prompts and updates of a step, unless a size that they follow from is unknown.
+
+    TRL's sizes but generation_batch_size are those of one process.
+    """
     take, group = made.take, made.overrides.get(GROUP)
+    processes, nodes = take(PROCESSES), take(NODES, 1)
     device, accumulated = take("per_device_train_batch_size"), take("gradient_accumulation_steps")
     whole, steps = take("generation_batch_size"), take("steps_per_generation")
-    made.overrides |= {"trainer.num_nodes": 1, "trainer.devices": 1}
+    if not (isinstance(processes, int | None) and isinstance(nodes, int)):
+        why = f"TRL's batch is that of one process, and the number of processes has no value here ({processes})"
+        made.unknown |= dict.fromkeys((PROMPTS, UPDATES, "trainer.num_nodes", "trainer.devices"), why)
+        return
+    count = processes or 1
+    made.overrides |= {"trainer.num_nodes": nodes, "trainer.devices": max(1, count // nodes)}
     if {PROMPTS, GROUP} & made.unknown.keys() or None in (device, accumulated, group):
         return
-    batch = device * accumulated
-    generated = max(batch, whole or device * (steps or accumulated))
+    batch = count * device * accumulated
+    generated = max(batch, whole or count * device * (steps or accumulated))
     made.overrides[PROMPTS] = max(1, generated // group)
-    made.notes.append(
-        f"TRL's batch is that of one process: for N processes multiply {PROMPTS}, trainer.devices and rollout.engines"
-        " by N"
-    )
+    if processes is None:
+        made.notes.append(
+            f"TRL's batch is that of one process, which is assumed: for N processes multiply {PROMPTS}, trainer.devices"
+            " and rollout.engines by N"
+        )
     if generated % group:
-        made.unknown[PROMPTS] = f"{generated} responses of a process are no whole groups of {group}"
+        of = "a process" if count == 1 else f"{count} processes"
+        made.unknown[PROMPTS] = f"{generated} responses of {of} are no whole groups of {group}"
         return
-    set_updates(made, batch, "per_device_train_batch_size * gradient_accumulation_steps")
+    set_updates(made, batch, "processes * per_device_train_batch_size * gradient_accumulation_steps")
     if (updates := made.overrides.get(UPDATES, 1)) > 1:
         for key in [one for one in _UPDATE_COUNTS if one in made.overrides]:
             made.overrides[key] = -(-made.overrides[key] // updates)

@@ -27,11 +27,11 @@ TITLES = {"trl": "TRL", "verl": "verl", "openrlhf": "OpenRLHF", "nemo_rl": "NeMo
 BASE = "grpo_math_1B.yaml"  # that of NeMo-RL's other files
 
 
-MODEL: dict[str, Settings] = {  # examples have the settings of the algorithm only
-    "trl": {"model_name_or_path": "org/model"},
-    "verl": {"actor_rollout_ref.model.path": "org/model"},
+MODEL: dict[str, Settings] = {  # examples have the settings of the algorithm only; OpenRLHF has no number of steps
+    "trl": {"model_name_or_path": "org/model", "max_steps": 1000},
+    "verl": {"actor_rollout_ref.model.path": "org/model", "trainer.total_training_steps": 1000},
     "openrlhf": {"actor.model_name_or_path": "org/model"},
-    "nemo_rl": {},
+    "nemo_rl": {"grpo.max_num_steps": 1000},
 }
 
 

@@ -159,13 +159,14 @@ def test_all_numbers_of_steps_of_trl_are_divided(tmp_path: Path, capsys: pytest.
     assert {*periods, "trainer.resets.every=128"} <= set(overrides)
 
 
-def test_epochs_by_default_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_number_of_steps_must_be_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for text in ("GRPOConfig(beta=0)", "GRPOConfig(max_steps=-1)"):
-        overrides, comments = converted("trl", text, tmp_path / "train.py", capsys)
-        assert any(
-            line.startswith("num_train_epochs=3.0 (the default): set trainer.grpo.max_steps") for line in comments
-        )
-        assert not any("max_steps" in one for one in overrides)
+        (tmp_path / "train.py").write_text(f"{text}\nGRPOTrainer('org/model')")
+        assert cli.main(["convert", "trl", str(tmp_path / "train.py")]) == 2
+        printed = capsys.readouterr().out
+        why = f"num_train_epochs=3.0 (the default); steps: number of prompts x 3 / {GRPO}.prompts_per_step"
+        assert f"# set this yourself:\n#   {GRPO}.max_steps: {why}\n" in printed
+        assert "max_steps=" not in printed
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ def test_each_number_is_that_of_the_source_or_is_named(example: dict, tmp_path: 
     code, output, numbers = compare(example, tmp_path)
     assert len(numbers) >= 20
     assert {one.number.name: one for one in numbers if not one.is_same and not one.is_named} == {}
-    missing = any(one.here is None and one.there is not None for one in numbers)
+    missing = example["trainer"] == "openrlhf"  # it has no number of steps
+    missing |= any(one.here is None and one.there is not None for one in numbers)
     assert code == (2 if missing else 0)
     assert ("# set this yourself:" in output) == missing
 

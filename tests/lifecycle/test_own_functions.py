@@ -10,7 +10,7 @@ import pytest
 from nemo_prorl.cli import main
 from nemo_prorl.config import DataSource
 from nemo_prorl.errors import ConfigError
-from nemo_prorl.own_functions import sha256, sources
+from nemo_prorl.own_functions import module_of, sha256, sources
 from nemo_prorl.planning.overview import run_rows
 from nemo_prorl.settings import load
 from tests.algorithms.choices import choices
@@ -137,8 +137,11 @@ REWARD = "def own(prompt, response):\n    return 1.0\n"
         ("trainer.grpo.advantage", HUGE, "scale: rewards from 0 to 1 give an advantage of 8e.29"),
         ("rewards.functions.units", REWARD, "expected a function of .prompt, response, truth."),
     ],
+    ids=["loss", "advantage", "reward"],
 )
-@pytest.mark.parametrize("command", [["plan"], ["train", "--dry-run"], ["launch", "--here", "--stages=run1..run2"]])
+@pytest.mark.parametrize(
+    "command", [["plan"], ["train", "--dry-run"], ["launch", "--here", "--stages=run1..run2"]], ids=" ".join
+)
 def test_a_wrong_function_is_refused_before_a_run(
     command: list[str],
     key: str,
@@ -214,6 +217,9 @@ def test_the_hash_changes_with_a_helper_and_not_with_the_folder(tmp_path: Path) 
         (tmp_path / file).with_name("own_helper.py").write_text(helper)
         return sha256(f"{tmp_path}/{file}:f")
 
-    assert made("a/mine.py", "x = 1") == made("b/moved.py", "x = 1") != made("a/mine.py", "x = 2")
+    before = made("b/moved.py", "x = 1")
+    assert made("a/mine.py", "x = 1") == before != made("a/mine.py", "x = 2")
+    module_of(tmp_path / "a" / "mine.py", "key")  # its folder, with another helper, is in sys.path now
+    assert sha256(f"{tmp_path}/b/moved.py:f") == before
     (tmp_path / "alone.py").write_text(AGAINST)
     assert sha256(f"{tmp_path}/alone.py:own") == hashlib.sha256(AGAINST.encode()).hexdigest()

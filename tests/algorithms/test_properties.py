@@ -6,7 +6,7 @@ import pytest
 
 from nemo_prorl.algorithms.advantages import ADVANTAGES
 from nemo_prorl.algorithms.objectives import OBJECTIVES
-from nemo_prorl.algorithms.properties import trial
+from nemo_prorl.algorithms.properties import ADVANTAGE_CHECKS, LOSS_CHECKS, LOSS_REMARKS, trial
 from nemo_prorl.config import GRPOConfig
 from tests.algorithms.choices import choices
 
@@ -91,6 +91,11 @@ def test_a_planted_fault_is_caught(kind: str, text: str, caught: set[str], tmp_p
 def test_an_unusual_loss_passes_with_a_remark(text: str, remarks: set[str], tmp_path: Path) -> None:
     found = trial("loss", own(tmp_path, "loss", text), GRPOConfig())
     assert (found.faults, set(found.remarks)) == ({}, remarks)
+
+
+def test_each_property_finds_something() -> None:
+    found = {name for *_, names in [*PLANTED, *UNUSUAL] for name in names}
+    assert found == {check.__name__ for check in (*LOSS_CHECKS, *LOSS_REMARKS, *ADVANTAGE_CHECKS)}
 
 
 @pytest.mark.parametrize("loss", OBJECTIVES.names)

@@ -187,6 +187,10 @@ def test_another_reward_function_is_another_evaluation(
     assert evaluate("other", moved, records="own") == 0
     (tmp_path / "beside_own.py").write_text("# another\n")
     assert evaluate("other", moved, records="own") == ConfigError.exit_code
+    own.write_text("def score(prompt, response): ...\n")
+    assert evaluate("third", moved, records="own") == ConfigError.exit_code
+    assert "expected a function of (prompt, response, truth)" in caplog.text
+    assert not (tmp_path / "third").exists()
 
 
 def test_engines_have_the_context_of_the_longest_benchmark_and_at_most_the_model_s(

@@ -13,14 +13,14 @@ from omegaconf import DictConfig
 from nemo_prorl.caches import cache_folder
 from nemo_prorl.config import Config
 from nemo_prorl.errors import ConfigError, UnfitMachine
-from nemo_prorl.launcher.run_data import check_prompts, check_rewards
+from nemo_prorl.launcher.run_data import check_loss_and_advantage, check_prompts, check_rewards
 from nemo_prorl.sizing.cores import Cores
 
 _log = logging.getLogger(__name__)
 
 
 def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
-    """Check data, rewards and the rollout environment; make the run directory and the model that training starts from.
+    """Check data, rewards, the user's functions and the node; make the run directory and the model to start from.
 
     Returns:
         The tasks of the data and of their second verifiers, sorted.
@@ -42,6 +42,7 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
     from nemo_prorl.settings import changes, read_config
 
     check_node(cfg)
+    check_loss_and_advantage(cfg)
     if fault := wandb_fault(cfg, os.environ):
         raise ConfigError(fault)
     for check in check_storage(cfg):

@@ -273,12 +273,9 @@ def _check_function(arguments: argparse.Namespace) -> int:
     cfg: Any = OmegaConf.to_object(
         settings.load([*arguments.overrides, f"trainer.grpo.{kind}={place}"], arguments.config)
     )
-    checks = len(properties.LOSS_CHECKS if kind == "loss" else properties.ADVANTAGE_CHECKS)
-    faults = list(properties.failures(kind, getattr(cfg.trainer.grpo, kind), cfg.trainer.grpo))
-    for fault in faults:
-        sys.stdout.write(f"{fault}\n")
-    sys.stdout.write(f"{kind} {place}: {checks - len(faults)} of {checks} properties hold\n")
-    return 1 if faults else 0
+    found = properties.trial(kind, getattr(cfg.trainer.grpo, kind), cfg.trainer.grpo)
+    sys.stdout.write(f"{found.words()}\n")
+    return 1 if found.faults else 0
 
 
 def _import_hf(arguments: argparse.Namespace) -> None:

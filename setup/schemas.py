@@ -88,8 +88,8 @@ class RunState(typing.TypedDict):
     """version of nemo_prorl that wrote the checkpoint"""
     code: Sha256
     """sha256 over the package's Python files"""
-    functions: dict[str, Sha256]
-    """sha256 of each file in rewards.functions"""
+    functions: dict[str, str]
+    """code of the user's reward functions, loss and advantage: sha256 by file, version by installed package"""
     trainer: ProgressState
     records: RecordsState
     validation: ValidationState

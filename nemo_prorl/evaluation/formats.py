@@ -41,7 +41,7 @@ class BenchmarkManifest(BenchmarkAbout):
     prompts: Number
     """number of evaluated prompts"""
     scorer: NotRequired[str]
-    """FILE.py:FUNCTION of the user that judges the task, with the sha256 of the file instead of its path"""
+    """FILE.py:FUNCTION of the user that judges the task, with a sha256 of its code instead of the path"""
     sampling: SamplingJson
 
 

@@ -165,7 +165,7 @@ def test_a_manifest_repeats_its_evaluation_or_says_what_has_changed(
 def test_another_reward_function_is_another_evaluation(
     tmp_path: Path, judge: type[Judge], evaluate: Evaluate, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The file's content and the function's name decide, not its path; --manifest says what has changed."""
+    """The content of its files and the function's name decide, not its path; --manifest says what has changed."""
     records = [{**record, "task": "own"} for record in RECORDS]
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     own = tmp_path / "own.py"
@@ -177,12 +177,20 @@ def test_another_reward_function_is_another_evaluation(
     own.rename(own := tmp_path / "moved.py")
     moved = f"rewards.functions.own={own}:score"
     assert evaluate("out", moved, records="own") == 0
-    own.write_text("def score(prompt, response, truth):\n    return 0.0\n")
+    own.write_text("import beside_own\ndef score(prompt, response, truth):\n    return 0.0\n")
+    (tmp_path / "beside_own.py").write_text("")
     assert evaluate("out", moved, records="own") == ConfigError.exit_code
     assert "differs in: own: another reward function" in caplog.text
     again = ["evaluate", "--manifest", str(tmp_path / "out" / "manifest.json"), "--out", str(tmp_path / "again"), moved]
     assert main(again) == DataError.exit_code
     assert "own: the reward function changed" in caplog.text
+    assert evaluate("other", moved, records="own") == 0
+    (tmp_path / "beside_own.py").write_text("# another\n")
+    assert evaluate("other", moved, records="own") == ConfigError.exit_code
+    own.write_text("def score(prompt, response): ...\n")
+    assert evaluate("third", moved, records="own") == ConfigError.exit_code
+    assert "expected a function of (prompt, response, truth)" in caplog.text
+    assert not (tmp_path / "third").exists()
 
 
 def test_engines_have_the_context_of_the_longest_benchmark_and_at_most_the_model_s(

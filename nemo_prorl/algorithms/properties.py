@@ -53,7 +53,9 @@ class TrialResponses:
         groups_B = mask_BT.sum(dim=1).reshape(-1, 4).sum(dim=1).repeat_interleave(4)
         logp_BT, ref_BT = (old_BT + noise(scale) for scale in (0.7, 0.5))
         logp_BT, old_BT, ref_BT, advantage_B = (x.to(dtype) for x in (logp_BT, old_BT, ref_BT, advantage_B))
-        return cls(logp_BT, old_BT, ref_BT, advantage_B, mask_BT, groups_B)
+        return cls(
+            logp_BT, old_BT, ref_logp_BT=ref_BT, advantage_B=advantage_B, mask_BT=mask_BT, group_tokens_B=groups_B
+        )
 
     def rows(self, index: Tensor | slice) -> "TrialResponses":
         return TrialResponses(*(getattr(self, f.name)[index] for f in fields(self)))
@@ -84,12 +86,12 @@ def gradient(parts: list[TrialResponses], config: GRPOConfig) -> tuple[float, Te
         loss, _ = grpo_loss(
             logp_BT,
             part.old_logp_BT,
-            part.ref_logp_BT,
-            part.advantage_B,
-            part.mask_BT,
-            None,
-            denominator,
-            config,
+            ref_logp_BT=part.ref_logp_BT,
+            advantage_B=part.advantage_B,
+            mask_BT=part.mask_BT,
+            weight_BT=None,
+            denominator=denominator,
+            config=config,
             group_tokens_B=part.group_tokens_B,
         )
         loss.backward()  # type: ignore[no-untyped-call]
@@ -222,7 +224,14 @@ def _pull(config: GRPOConfig) -> tuple[Tensor, Tensor]:
     old_BT = torch.where(ratio_B1 > 1, 0.5 / high, 0.9).log().expand(4, 3).clone()  # probabilities stay below 1
     advantage_B = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
     mask_BT = torch.ones(4, 3, dtype=torch.bool)
-    case = TrialResponses(old_BT + ratio_B1.log(), old_BT, old_BT, advantage_B, mask_BT, torch.full((4,), 12))
+    case = TrialResponses(
+        old_BT + ratio_B1.log(),
+        old_BT,
+        ref_logp_BT=old_BT,
+        advantage_B=advantage_B,
+        mask_BT=mask_BT,
+        group_tokens_B=torch.full((4,), 12),
+    )
     _, gradient_BT = gradient([case], replace(config, kl_coef=0.0, entropy_coef=0.0, dual_clip=None))
     pull_B = -(gradient_BT * advantage_B[:, None]).sum(dim=1)
     return pull_B[:2], pull_B[2:]

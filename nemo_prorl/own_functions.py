@@ -28,6 +28,29 @@ def file_of(place: str) -> Path | None:
     return Path(match["file"]) if match and match["file"] else None
 
 
+def sources(file: Path) -> list[Path]:
+    """Return `file` and the modules in its folder that it imports, directly or not; missing files are left out.
+
+    Of a package in the folder, all modules count.  A file that is not Python has no imports.
+    """
+    found, open_files = list[Path](), [file.absolute()]
+    while open_files:
+        one = open_files.pop()
+        if one in found or not one.is_file():
+            continue
+        found.append(one)
+        try:
+            nodes = list(ast.walk(ast.parse(one.read_bytes())))
+        except (SyntaxError, ValueError):
+            continue
+        names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+        names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+        for name in {name.partition(".")[0] for name in names if name}:
+            package = one.parent / name
+            open_files += package.rglob("*.py") if (package / "__init__.py").is_file() else [package.with_suffix(".py")]
+    return found[:1] + sorted(found[1:])
+
+
 def absolute(place: str) -> str:
     """Return FILE.py:FUNCTION with an absolute path; other values unchanged."""
     file = file_of(place)

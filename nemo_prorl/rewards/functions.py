@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_prorl.errors import ConfigError
-from nemo_prorl.own_functions import MODULE, function_in, module_of
+from nemo_prorl.own_functions import MODULE, function_in, module_of, sources
 from nemo_prorl.rewards.interface import RewardPlugin, RewardRequest, RewardResult, WrongValue, no_answer
 
 _PARAMETERS = 3  # prompt, response, truth
@@ -68,17 +68,40 @@ def place_of(function: Callable[..., Any], key: str) -> str:
 
 
 def files_sha256(functions: Mapping[str, str]) -> dict[str, str]:
-    """Return {file: sha256} of the files in `rewards.functions`; missing files are left out."""
-    matches = [_FUNCTION.fullmatch(one.strip()) for place in functions.values() for one in place.split(_AND)]
-    files = {Path(match["file"]).absolute() for match in matches if match is not None}
-    return {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(files) if file.is_file()}
+    """Return {file: sha256} of the files in `rewards.functions`, and of the modules beside them that they import.
+
+    Missing files are left out.
+    """
+    files = {file for place in functions.values() for own in files_of(place) for file in sources(own)}
+    return {str(file): _sha256(file) for file in sorted(files)}
+
+
+def files_of(place: str) -> list[Path]:
+    """Return the files in the value of `rewards.functions.TASK`; another value has none."""
+    matches = [_FUNCTION.fullmatch(one.strip()) for one in place.split(_AND)]
+    return [Path(match["file"]).absolute() for match in matches if match is not None]
 
 
 def identity(place: str) -> str:
-    """Return the value of `rewards.functions.TASK` with the sha256 of each file instead of its path."""
+    """Return the value of `rewards.functions.TASK` with a sha256 instead of the path of each file.
+
+    It is the sha256 of the file; if the file imports modules beside it, the sha256 over the hashes and names of all.
+    """
     matches = [_FUNCTION.fullmatch(one.strip()) for one in place.split(_AND)]
     parts = [(Path(match["file"]), match[0].removeprefix(match["file"])) for match in matches if match is not None]
-    return _AND.join(hashlib.sha256(file.read_bytes()).hexdigest() + function for file, function in parts)
+    return _AND.join(_sha256_with_imports(file) + function for file, function in parts)
+
+
+def _sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _sha256_with_imports(file: Path) -> str:
+    beside = sources(file)[1:]
+    if not beside:
+        return _sha256(file)
+    lines = [_sha256(file), *(f"{_sha256(one)} {one.name}" for one in beside)]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def name_of(task: str, place: str) -> str:

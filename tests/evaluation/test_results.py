@@ -15,7 +15,7 @@ from nemo_prorl.evaluation.estimates import Interval
 from nemo_prorl.evaluation.formats import EvaluationSample, EvaluationTime, ModelJson
 from nemo_prorl.evaluation.results import results, scored, table
 from nemo_prorl.evaluation.run import differences
-from nemo_prorl.evaluation.store import Store
+from nemo_prorl.evaluation.store import Store, read_json
 from nemo_prorl.rewards.interface import Verdict
 from tests.test_formats import against
 
@@ -74,7 +74,7 @@ def write(folder: Path, benchmark: str, scores: Scores, datasets: Sequence[str] 
     path.write_text(json.dumps(manifest))
     found = {benchmark: scored(records, store.lines, store.verdicts, one.sampling.samples)}
     clock: EvaluationTime = {"seconds": 2.0, "generated_tokens": 40, "tokens_per_s": 20.0}
-    result = results(MODEL, 1, [one], found, clock)
+    result = results(read_json(path), [one], found, clock)
     assert against("evaluation-results", result) == []
     assert all(against("evaluation-sample", line) == [] for line in store.lines.values())
     return result

@@ -21,7 +21,7 @@ from nemo_prorl.evaluation.catalogue import Benchmark, catalogue, check_files, l
 from nemo_prorl.evaluation.formats import EvaluationManifest, EvaluationResults, EvaluationTime
 from nemo_prorl.evaluation.manifest import check_expected, manifest_of, merged, recorded_functions
 from nemo_prorl.evaluation.models import Model
-from nemo_prorl.evaluation.store import Store
+from nemo_prorl.evaluation.store import Store, verdicts_folder
 from nemo_prorl.files import read_object, write_json
 from nemo_prorl.launcher.run_data import plain
 from nemo_prorl.rewards.discovery import Registry, discover, make_plugin
@@ -88,7 +88,8 @@ def evaluate(options: EvaluationOptions) -> EvaluationResults:
         if options.expected is not None:
             check_expected(manifest, options.expected)
         benchmarks, manifest = merged(options.out, manifest, benchmarks, known)
-        parts = [_part(options.out, one, records.get(one.name)) for one in benchmarks]
+        verdicts = verdicts_folder(manifest)
+        parts = [_part(options.out, one, records.get(one.name), verdicts) for one in benchmarks]
         write_json(options.out / "manifest.json", manifest)
         source, engines = _source(options, cfg, model), 0 if model.folder is None else cfg.rollout.engines
         if engines and (text := estimate(options.out, parts, engines, cfg.trainer.accelerator == "gpu")):
@@ -198,14 +199,16 @@ def _fitted(cfg: DictConfig, model: Model, benchmarks: Sequence[Benchmark]) -> D
     return cfg
 
 
-def _part(out: Path, benchmark: Benchmark, records: list[dict[str, Any]] | None) -> "BenchmarkWork":
+def _part(out: Path, benchmark: Benchmark, records: list[dict[str, Any]] | None, verdicts: str) -> "BenchmarkWork":
     """Return a benchmark with its stored samples and verdicts, ready to be continued.
 
-    `records`: prompt records to store; None: use the records that an earlier command stored.
+    Args:
+        records: prompt records to store; None: use the records that an earlier command stored.
+        verdicts: folder of the verdicts.
     """
     from nemo_prorl.evaluation.sampling import BenchmarkWork
 
-    store = Store(out, benchmark.name)
+    store = Store(out, benchmark.name, verdicts=verdicts)
     if records is not None:
         store.write_records(records)
     return BenchmarkWork(benchmark, store, records or store.records())

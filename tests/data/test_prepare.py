@@ -24,7 +24,7 @@ from nemo_prorl.data.prepare import answers, output, puzzles, sources
 from nemo_prorl.data.prepare.filters import Contamination
 from nemo_prorl.data.prepare.gold import spread
 from nemo_prorl.errors import ConfigError
-from tests.data.preparing import SUMS, dropped, manifest, prepare, records, refused, write
+from tests.data.preparing import SUMS, dropped, made_anew, manifest, prepare, records, refused, write
 from tests.test_formats import against
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -345,6 +345,7 @@ def test_a_kill_while_writing_leaves_no_half_file(tmp_path: Path, at: int) -> No
     words = ["math", "--from", str(file), "--out", str(out), "--holdout", "3", "--check", "0"]
     assert prepare(*words) == 0
     whole = {path.name: path.read_bytes() for path in out.iterdir()}
+    made_anew(out)
     killer = f"""
 import os, signal, sys
 from nemo_prorl import cli

@@ -15,14 +15,14 @@ from nemo_prorl.data.prepare.answers import (
     has_remark,
     is_worded,
 )
-from tests.data.preparing import records
+from tests.data.preparing import made_anew, records
 
 pytestmark = pytest.mark.starts
 
 
 def prepare(folder: Path, text: str, *words: str) -> int:
     (folder / "mine.csv").write_text(text, encoding="utf-8")
-    command = ["data", "prepare", "math", "--from", str(folder / "mine.csv"), "--out", str(folder / "out")]
+    command = ["data", "prepare", "math", "--from", str(folder / "mine.csv"), "--out", str(made_anew(folder / "out"))]
     return cli.main([*command, "--check", "0", *words])
 
 

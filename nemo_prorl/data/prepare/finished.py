@@ -62,11 +62,11 @@ def finished(parser: Parser, options: PrepareOptions, command: Sequence[str]) ->
 def check_same_options(parser: Parser, options: PrepareOptions, command: Sequence[str]) -> None:
     """Raise ConfigError if the folder was prepared with other options, or from another file; the message names them.
 
-    An incomplete folder, and data of another source (`output.check_folder`), are not checked.
+    It also is raised for a folder of something else (`output.check_folder`).  An incomplete folder may be made again.
     """
+    output.check_folder(options.out, options.source.name)
     path = options.out / output.MANIFEST
-    manifest = read_object(path)
-    if manifest is None or manifest.get("source") != options.source.name:
+    if (manifest := read_object(path)) is None:
         return
     now = _decisive(parser, command) | _places(parser, command)
     try:

@@ -244,6 +244,14 @@ def test_only_what_the_same_function_judged_is_compared(tmp_path: Path, caplog: 
         DataError, match=r"b: its responses to laptop_gcd were judged by another reward function .*:score, None"
     ):
         compare.compare(compare.read([tmp_path / "a", tmp_path / "b"]))
+    for scorer, fits in (("plugin math 1", True), ("plugin math 2", False)):  # older versions recorded no plugin
+        manifest["benchmarks"]["laptop_gcd"]["scorer"] = scorer
+        (tmp_path / ("a" if fits else "b") / "manifest.json").write_text(json.dumps(manifest))
+        if fits:
+            (tmp_path / "b" / "manifest.json").write_text(json.dumps(manifest).replace(f'"{scorer}"', "null"))
+            compare.compare(compare.read([tmp_path / "a", tmp_path / "b"]))
+    with pytest.raises(DataError, match=r"scorer in manifest.json: plugin math 2, plugin math 1.*--judge-again"):
+        compare.compare(compare.read([tmp_path / "a", tmp_path / "b"]))
     (tmp_path / "a" / "results.json").write_text('{"complete": false}')
     compare.read([tmp_path / "a", tmp_path / "b"])
     assert "a: not all responses are judged" in caplog.text

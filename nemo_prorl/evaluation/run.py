@@ -119,7 +119,8 @@ def configuration(options: EvaluationOptions, folder: Path | None) -> DictConfig
     cfg = settings.load([*base, *options.overrides])
     if folder is not None:
         check_heads(cfg)
-    cfg.rewards.functions = {**_functions_of(options.model), **_recorded(options, cfg), **plain(cfg.rewards.functions)}
+    given = {**_functions_of(options.model), **plain(cfg.rewards.functions)}
+    cfg.rewards.functions = {**_recorded(options, given), **given}
     engines = options.engines or max(1, cfg.rollout.engines // cfg.trainer.num_nodes)
     cfg.trainer.num_nodes, cfg.rollout.engines = 1, engines
     return cfg
@@ -134,14 +135,14 @@ def _check_tasks(known: Registry, benchmarks: Sequence[Benchmark]) -> None:
             raise ConfigError(f"{one.file or one.name}: task is {one.task!r}: {error}") from None
 
 
-def _recorded(options: EvaluationOptions, cfg: DictConfig) -> dict[str, str]:
-    """Return the reward functions that the manifests of `out` and of `expected` name."""
+def _recorded(options: EvaluationOptions, given: Mapping[str, str]) -> dict[str, str]:
+    """Return the reward functions that the manifests of `out` and of `expected` name, without tasks of `given`."""
     found: dict[str, str] = {}
     for manifest in (read_object(options.out / "manifest.json"), options.expected):
         if manifest is not None:
             own = [entry["file"] for entry in manifest["benchmarks"].values() if "file" in entry]
             tasks = {name: one.task for name, one in catalogue(own).items()}
-            found |= recorded_functions(manifest, tasks, plain(cfg.rewards.functions))
+            found |= recorded_functions(manifest, tasks, given)
     return found
 
 

@@ -291,6 +291,13 @@ def test_a_manifest_names_the_reward_function_that_judged(
     assert evaluate("out", function, records="own") == 0
     assert main([*again, "--out", str(tmp_path / "again")]) == 0
     assert f"equal to {tmp_path}/out/results.json" in capsys.readouterr().out
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    del manifest["benchmarks"]["own"]["function"]
+    older = tmp_path / "older" / "manifest.json"
+    older.parent.mkdir()
+    older.write_text(json.dumps(manifest))
+    assert main([*again[:2], str(older), "--out", str(tmp_path / "of_older")]) == ConfigError.exit_code
+    assert "an older version did not record which. Fix: add rewards.functions.own=FILE.py:FUNCTION" in caplog.text
     (tmp_path / "own.py").rename(tmp_path / "moved.py")
     assert main([*again, "--out", str(tmp_path / "moved")]) == ConfigError.exit_code
     assert "own.py. Fix: add rewards.functions.own=FILE.py:FUNCTION to the command" in caplog.text

@@ -31,6 +31,7 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
         DataError: a record is wrong.
     """
     from nemo_prorl.checks import check_shape
+    from nemo_prorl.config_changes import changes
     from nemo_prorl.data.blend import load_sources, of_tasks
     from nemo_prorl.launcher.doctor.network import wandb_fault
     from nemo_prorl.launcher.doctor.storage import check_storage
@@ -39,7 +40,7 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
     from nemo_prorl.lifecycle.retention import check_continuable, clean, complete, step_of
     from nemo_prorl.lifecycle.stages import origin
     from nemo_prorl.rewards.service import check_sandbox
-    from nemo_prorl.settings import changes, read_config
+    from nemo_prorl.settings import read_config
 
     check_node(cfg)
     if fault := wandb_fault(cfg, os.environ):

@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl import settings
 from nemo_prorl.config import responses_per_step
+from nemo_prorl.config_changes import leaves
 from nemo_prorl.errors import ConfigError, DataError
 from nemo_prorl.planning import time_limit
 from nemo_prorl.planning.replay import read_lines
@@ -312,10 +313,10 @@ def _changes(before: DictConfig | None, now: DictConfig) -> dict[str, Any]:
 
     For the first stage (`before` is None), return the values of all keys of `NAMES`, such as context and penalty.
     """
-    new = dict(settings.leaves(OmegaConf.to_container(now, resolve=True), into_lists=False))
+    new = dict(leaves(OmegaConf.to_container(now, resolve=True), into_lists=False))
     if before is None:
         return {key: new.get(key) for key in NAMES}
-    old = dict(settings.leaves(OmegaConf.to_container(before, resolve=True), into_lists=False))
+    old = dict(leaves(OmegaConf.to_container(before, resolve=True), into_lists=False))
     keys = [*NAMES, *sorted((old.keys() | new.keys()) - NAMES.keys())]
     return {key: new.get(key) for key in keys if old.get(key) != new.get(key) and not key.startswith(NO_CHANGE)}
 

@@ -16,7 +16,7 @@ from nemo_prorl.lifecycle.base_model import warms_up
 from nemo_prorl.lifecycle.retention import complete, read_state, step_of
 from nemo_prorl.lifecycle.stages import origin
 from nemo_prorl.lifecycle.tolerances import engine_gap_alarm, kl_after_reset
-from nemo_prorl.planning import time_limit
+from nemo_prorl.planning import algorithm, time_limit
 from nemo_prorl.planning.columns import columns
 from nemo_prorl.planning.plan import NAMES, PAPER_GPU_HOURS, RESET_BY, Chain, PlannedStage, careful_seconds
 from nemo_prorl.planning.prompts import prompt_form
@@ -38,13 +38,14 @@ from nemo_prorl.sizing.widths import most_shapes, width_multiple
 
 
 def plan(cfg: DictConfig, chain: Chain, lengths: str = "not checked") -> str:
-    """Return four tables as text: the run, the stages of the recipe's chain, the sources of numbers, and memory.
+    """Return five tables as text: run, algorithm, stages of the recipe's chain, sources of numbers, and memory.
 
     Args:
         lengths: the lengths of the prompts, as text.
     """
     parts = (
         columns(run_rows(cfg, lengths).items()),
+        columns(algorithm.rows(cfg)),
         _stage_table(chain),
         columns(_sources(cfg, chain).items()),
         columns(_memory(cfg, chain).items()),
@@ -89,13 +90,8 @@ def run_rows(cfg: DictConfig, lengths: str = "not checked") -> dict[str, str]:
         f" {grpo.updates_per_step} updates of {responses // grpo.updates_per_step}, lr {_rate(cfg)}",
         "micro-batches": _micro_batches(cfg),
         "context": f"{grpo.context_tokens} tokens, temperature {grpo.temperature:g}",
-        "loss": f"{grpo.advantage}, {grpo.aggregation}, {grpo.loss} {grpo.clip_low:g}/{grpo.clip_high:g},"
-        f" KL {grpo.kl_coef:g} ({grpo.kl_estimator}), correction {grpo.correction.kind}",
         "differences": f"policy to reference after a reset {kl_after_reset(cfg):g} per token; alarm if engine and"
         f" trainer differ by more than {engine_gap_alarm(cfg):g}",
-        "dynamic sampling": f"at most {grpo.dynamic_sampling.max_draw_factor:g} x the prompts"
-        if grpo.dynamic_sampling.enabled
-        else "off",
         "hard resets": _resets(trainer.resets, grpo.max_steps),
         "checkpoints": f"every {grpo.checkpoint_every} steps, {grpo.keep_checkpoints} kept",
         "validation": f"every {grpo.validate_every} steps, {grpo.validation_samples} responses per prompt, temperature"

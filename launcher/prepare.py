@@ -91,12 +91,14 @@ def check_beginning(cfg: DictConfig) -> None:
 
 
 def check_origin(cfg: DictConfig) -> None:
-    """Raise ConfigError if the stage can neither continue nor begin, because the checkpoint before it is missing."""
+    """Raise ConfigError if the stage can neither continue nor begin: its first checkpoint or model is missing."""
+    from nemo_prorl.lifecycle.base_model import model_to_copy
     from nemo_prorl.lifecycle.retention import complete
     from nemo_prorl.lifecycle.stages import origin
 
-    if not complete(Path(cfg.run_dir) / "checkpoints"):
-        origin(cast(Config, cfg), Path(cfg.run_dir))
+    run_dir = Path(cfg.run_dir)
+    if not complete(run_dir / "checkpoints"):
+        model_to_copy(cfg, run_dir, origin(cast(Config, cfg), run_dir))
 
 
 def warn_of_origin(cfg: DictConfig) -> None:

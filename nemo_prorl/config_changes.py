@@ -10,6 +10,10 @@ from nemo_prorl.config import all_keys
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.lifecycle.retention import complete
 
+RECORDED = ("trainer.", "model.", "rollout.")  # sections whose changes the journal of a continued run records
+# Sections of a run that `prorl plan` compares with those of the run from which a fork begins.
+FORKED = (*RECORDED, "seed", "deterministic", "pretrained_checkpoint.", "rewards.", "data.")
+
 
 def leaves(tree: Any, prefix: str = "", into_lists: bool = True) -> Iterator[tuple[str, Any]]:
     """Yield the full key and the value of each leaf of nested mappings.
@@ -50,16 +54,16 @@ def check_same_run(old: DictConfig, new: DictConfig) -> None:
         )
 
 
-def changes(old: DictConfig, new: DictConfig) -> str:
-    """Return the changes of a continued run to its training, layout and engines; "" if there are none.
+def changes(old: DictConfig, new: DictConfig, sections: tuple[str, ...] = RECORDED) -> str:
+    """Return the keys that differ, with both values; "" if there are none.
 
     Such as `trainer.resets.mode=auto (was advise), trainer.resets.every=40 (was None)`.
+
+    Args:
+        sections: beginnings of the keys that count; default: training, layout and engines of a continued run.
     """
-    found = {key: both for key, both in _differences(old, new).items() if key.startswith(_RECORDED)}
+    found = {key: both for key, both in _differences(old, new).items() if key.startswith(sections)}
     return ", ".join(f"{key}={wanted} (was {was})" for key, (was, wanted) in found.items())
-
-
-_RECORDED = ("trainer.", "model.", "rollout.")  # sections whose changes the journal of a continued run records
 
 
 def _differences(old: DictConfig, new: DictConfig) -> dict[str, tuple[Any, Any]]:

@@ -49,7 +49,10 @@ def rows(cfg: DictConfig) -> list[tuple[str, str]]:
     for key, value in algorithm(cfg).items():
         section, _, name = key.rpartition(".")
         sections.setdefault(section, []).append(f"{name}\xa0{_text(value)}")  # wrap does not part them
-    lines = {section: wrap(", ".join(texts), _WIDTH, break_long_words=False) for section, texts in sections.items()}
+    lines = {
+        section: wrap(", ".join(texts), _WIDTH, break_long_words=False, break_on_hyphens=False)
+        for section, texts in sections.items()
+    }
     return [
         (section if number == 0 else "", line.replace("\xa0", " "))
         for section, found in lines.items()

@@ -35,9 +35,10 @@ def test_every_stage_fits_one_node(cluster: str, gpus: int, prompts: int, capsys
 
 
 def test_without_recomputation_the_last_stage_would_not_fit_one_gpu(caplog: pytest.LogCaptureFixture) -> None:
-    given = ["plan", "cluster=gpu_1", "stage=run1", BASE, "model.activations_checkpoint_granularity=null"]
-    assert cli.main(given) == 2
-    assert "stage run8 of the same chain" in caplog.text
+    given = ["plan", "cluster=gpu_1", BASE, "model.activations_checkpoint_granularity=null"]
+    assert cli.main([*given, "stage=run1"]) == 0
+    assert "stage run8 of the same chain would be refused: " in caplog.text
+    assert cli.main([*given, "stage=run8"]) == 2
 
 
 def test_the_page_shows_what_the_plan_prints(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -151,6 +151,9 @@ def test_a_fix_leaves_room_for_sequences_and_the_fastest_comes_first(
     # On one GPU nothing else is left, so what barely fits is named, with its single sequence.
     barely = fixes_of([*words, "trainer.devices=1", "rollout.engines=1", "rollout.device_memory_gb=175"], caplog)
     assert barely
+    # On a GPU of 95 GB both leave room; a cache of few sequences makes steps longer.
+    keys = [fix[0].split("=")[0] for fix in fixes_of([*words, "rollout.device_memory_gb=95"], caplog)]
+    assert keys == ["model.tensor_model_parallel_size", "model.activations_checkpoint_granularity"]
     # Both leave enough room: a smaller micro-batch comes before the split of the model, which is slower or equal.
     two = [BASE, "cluster=h100_1x8", "model.micro_batch_tokens=null", "model.micro_batch_size=8"]
     keys = [fix[0].split("=")[0] for fix in fixes_of(two, caplog)]

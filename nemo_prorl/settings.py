@@ -30,6 +30,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_prorl import own_functions
+from nemo_prorl.cautions import cautions
 from nemo_prorl.checks import check, check_heads, check_shape, pretrained_config, pretrained_name
 from nemo_prorl.config import MISSING, Config, DataSource, all_keys
 from nemo_prorl.config_changes import check_same_run, leaves
@@ -122,7 +123,7 @@ def load_run(overrides: list[str], config_file: Path | None = None, need_files: 
 
     The overrides are applied to the first of these configurations that exists: `config_file`; conf/, if `overrides`
     choose groups (as the command that started the run may do); the saved configuration of the run; conf/.  In every
-    case `check_same_run` refuses changes that would make another run.
+    case `check_same_run` refuses changes that would make another run.  Logs the warnings of `cautions`.
 
     Args:
         need_files: False if the caller starts nothing: missing data files (`data.prepared`) and missing weights are not
@@ -141,6 +142,8 @@ def load_run(overrides: list[str], config_file: Path | None = None, need_files: 
                 raise
             _log.warning("what if: %s `prorl train` would refuse it", first_line(error))
     check_heads(cfg)
+    for text in cautions(cfg):
+        _log.warning("%s", text)
     if need_files:
         check_data(cfg)
     return cfg

@@ -240,6 +240,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     from nemo_prorl.launcher.prepare import run_dir_fault
     from nemo_prorl.launcher.run_data import check_files
     from nemo_prorl.planning import overview
+    from nemo_prorl.planning.algorithm import algorithm
     from nemo_prorl.planning.plan import plan_chain, read_rates
 
     cfg = settings.load_run(arguments.overrides, arguments.config, need_files=False)
@@ -251,7 +252,8 @@ def _plan(arguments: argparse.Namespace) -> None:
     rates = read_rates(cfg, arguments.mean_tokens, arguments.tokens_per_s, arguments.measured)
     chain = plan_chain(cfg, arguments.overrides, rates, arguments.config)
     if arguments.json:
-        run = {"run": overview.run_rows(cfg, checked.words()), **checked.as_json()}
+        rows = overview.run_rows(cfg, checked.words())
+        run = {"run": rows, "algorithm": algorithm(cfg), **checked.as_json()}
         sys.stdout.write(json.dumps(run | chain.as_json(), indent=1) + "\n")
     else:
         sys.stdout.write(overview.plan(cfg, chain, checked.words()))

@@ -66,6 +66,7 @@ WHOLE = {"prorl doctor", "prorl probe", "prorl evaluate", "prorl watch", "prorl 
 ELSEWHERE = {  # why not here
     "paper.md": "tests/paper/test_miniature.py walks the page's commands in their order",
     "hf": "tests/data/test_prepare_hub.py holds the message that has this command",
+    "own_benchmark.md": "tests/evaluation/test_own_benchmark.py walks the page's commands in their order",
     "own_loss.md": "tests/lifecycle/test_own_functions.py runs the page's commands",
     "plugins.md": "tests/rewards/test_scaffold.py runs the page's commands in their order",
     "make": "tests/test_docs.py asks make what it would run, which is run in small here and in tests/test_main_job.py",
@@ -81,7 +82,7 @@ ELSEWHERE = {  # why not here
 def way_of(page: str, words: Words) -> str:
     """What a command counts as; raises for one that nothing here runs."""
     program = Path(words[0]).name
-    if page in ("plugins.md", "paper.md", "own_loss.md"):
+    if page in ("plugins.md", "paper.md", "own_benchmark.md", "own_loss.md"):
         return page
     if page == "container.md" and program in ("docker", "enroot", "srun"):
         return "container"

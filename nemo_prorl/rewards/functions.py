@@ -72,6 +72,11 @@ def places(functions: Mapping[str, str]) -> list[str]:
     return [f"{match['file']}:{match['function']}" for match in matches if match is not None]
 
 
+def files_of(place: str) -> list[Path]:
+    """Return the files in the value of `rewards.functions.TASK`; another value has none."""
+    return [Path(one.rpartition(":")[0]).absolute() for one in places({"": place})]
+
+
 def identity(place: str) -> str:
     """Return the value of `rewards.functions.TASK` with `own_functions.sha256` of each function instead of its path."""
     matches = [_FUNCTION.fullmatch(one.strip()) for one in place.split(_AND)]

@@ -11,7 +11,7 @@ from nemo_prorl.cli import main
 from nemo_prorl.config import DataSource
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.own_functions import module_of, sha256, sources
-from nemo_prorl.planning.overview import run_rows
+from nemo_prorl.planning import algorithm
 from nemo_prorl.settings import load
 from tests.algorithms.choices import choices
 from tests.lifecycle.small_run import SmallRun, config
@@ -86,7 +86,7 @@ def test_what_the_configuration_names_must_be_there(tmp_path: Path, monkeypatch:
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "broken.py").write_text("def f(:\n")
     cfg = load(["trainer.grpo.loss=own.py:clipped", "trainer.grpo.advantage=own.py:normed"])
-    assert f"{tmp_path}/own.py:clipped 0.2/0.4" in run_rows(cfg)["loss"]
+    assert f"loss {tmp_path}/own.py:clipped" in " ".join(text for _, text in algorithm.rows(cfg))
     assert cfg.trainer.grpo.loss == f"{tmp_path}/own.py:clipped"
     for value, told in (
         (

@@ -13,14 +13,14 @@ from omegaconf import DictConfig
 from nemo_prorl.caches import cache_folder
 from nemo_prorl.config import Config
 from nemo_prorl.errors import ConfigError, UnfitMachine
-from nemo_prorl.launcher.run_data import check_prompts, check_rewards
+from nemo_prorl.launcher.run_data import check_loss_and_advantage, check_prompts, check_rewards
 from nemo_prorl.sizing.cores import Cores
 
 _log = logging.getLogger(__name__)
 
 
 def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
-    """Check data, rewards and the rollout environment; make the run directory and the model that training starts from.
+    """Check data, rewards, the user's functions and the node; make the run directory and the model to start from.
 
     Returns:
         The tasks of the data and of their second verifiers, sorted.
@@ -31,6 +31,7 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
         DataError: a record is wrong.
     """
     from nemo_prorl.checks import check_shape
+    from nemo_prorl.config_changes import changes
     from nemo_prorl.data.blend import load_sources, of_tasks
     from nemo_prorl.launcher.doctor.network import wandb_fault
     from nemo_prorl.launcher.doctor.storage import check_storage
@@ -39,9 +40,10 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
     from nemo_prorl.lifecycle.retention import check_continuable, clean, complete, step_of
     from nemo_prorl.lifecycle.stages import origin
     from nemo_prorl.rewards.service import check_sandbox
-    from nemo_prorl.settings import changes, read_config
+    from nemo_prorl.settings import read_config
 
     check_node(cfg)
+    check_loss_and_advantage(cfg)
     if fault := wandb_fault(cfg, os.environ):
         raise ConfigError(fault)
     for check in check_storage(cfg):
@@ -90,12 +92,14 @@ def check_beginning(cfg: DictConfig) -> None:
 
 
 def check_origin(cfg: DictConfig) -> None:
-    """Raise ConfigError if the stage can neither continue nor begin, because the checkpoint before it is missing."""
+    """Raise ConfigError if the stage can neither continue nor begin: its first checkpoint or model is missing."""
+    from nemo_prorl.lifecycle.base_model import model_to_copy
     from nemo_prorl.lifecycle.retention import complete
     from nemo_prorl.lifecycle.stages import origin
 
-    if not complete(Path(cfg.run_dir) / "checkpoints"):
-        origin(cast(Config, cfg), Path(cfg.run_dir))
+    run_dir = Path(cfg.run_dir)
+    if not complete(run_dir / "checkpoints"):
+        model_to_copy(cfg, run_dir, origin(cast(Config, cfg), run_dir))
 
 
 def warn_of_origin(cfg: DictConfig) -> None:

@@ -1,4 +1,4 @@
-"""Checks of a run's records: reward functions, the truth of each record, and the length of each prompt.
+"""Checks of a run's records and of the user's functions: the truth of each record, and the length of each prompt.
 
 A start of a run uses the same functions, so what `prorl plan`, `train --dry-run`, `launch` and `doctor` accept is not
 refused on the nodes.
@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_prorl.config import Config, DataSource
+from nemo_prorl.config import Config, DataSource, GRPOConfig
 from nemo_prorl.errors import ConfigError, DataError
 from nemo_prorl.lifecycle.base_model import base_folder, initial_model, warms_up, warmup_records
+from nemo_prorl.own_functions import is_place
 
 if TYPE_CHECKING:
     from nemo_prorl.data.blend import LoadedData, LoadedSource
@@ -49,7 +50,7 @@ class CheckedFiles:
 
 
 def check_files(cfg: DictConfig, will_start: bool = True) -> CheckedFiles:
-    """Check data files and reward functions for a command that starts nothing, with the errors of a start.
+    """Check data files and the user's functions for a command that starts nothing, with the errors of a start.
 
     Generated sources and missing files are left out: generated records are right, and take seconds to make.
 
@@ -57,8 +58,8 @@ def check_files(cfg: DictConfig, will_start: bool = True) -> CheckedFiles:
         will_start: the run is about to start; False: a model folder without a tokenizer is not an error.
 
     Raises:
-        ConfigError: a reward function cannot be loaded, no plugin judges a task or is its second verifier, or the model
-            has no tokenizer.
+        ConfigError: a reward function cannot be loaded, `check_loss_and_advantage` refuses, no plugin judges a task or
+            is its second verifier, or the model has no tokenizer.
         DataError: a record is wrong, or its prompt is too long.
     """
     return next(check_stages([cfg], will_start))
@@ -74,6 +75,7 @@ def check_stages(cfgs: Sequence[DictConfig], will_start: bool = True) -> Iterato
     loaded: dict[str, LoadedData] = {}
     checked: dict[str, CheckedFiles] = {}
     for cfg in cfgs:
+        check_loss_and_advantage(cfg)
         data = _present(cfg)
         files = OmegaConf.to_yaml({**data, "tasks": None})
         key = OmegaConf.to_yaml(
@@ -160,6 +162,30 @@ def check_prompts(
         for record in warmup_records(cast(Config, cfg), fit(cfg, LoadedData(list(every), []), lengths).train):
             warmup_target(record)
     return fitted
+
+
+def check_loss_and_advantage(cfg: DictConfig) -> None:
+    """Try a loss and an advantage of the user as `prorl check-function` does; log what is unusual.
+
+    Imports torch, but only if the run has one of them.
+
+    Raises:
+        ConfigError: the function cannot be imported, or lacks a property.
+    """
+    for kind in ("loss", "advantage"):
+        place = cfg.trainer.grpo[kind]
+        if not is_place(place):
+            continue
+        from nemo_prorl.algorithms.properties import trial
+
+        found = trial(kind, place, cast(GRPOConfig, OmegaConf.to_object(cfg.trainer.grpo)))
+        if found.faults:
+            raise ConfigError(
+                f"trainer.grpo.{kind}={place}: expected a function with the properties that training relies on; got\n"
+                f"{found.words()}\nFix: the function; `prorl check-function {kind} {place}` tries it again"
+            )
+        for name, sentence in found.remarks.items():
+            _log.info("trainer.grpo.%s=%s: %s: %s", kind, place, name, sentence)
 
 
 def check_rewards(

@@ -172,7 +172,7 @@ def evaluate(
 
 def _texts(overrides: Overrides) -> list[str]:
     """Return overrides as texts KEY=VALUE.  Raises ConfigError for a value that has no such text."""
-    from nemo_prorl.settings import leaves
+    from nemo_prorl.config_changes import leaves
 
     texts: list[str] = []
     for override in [overrides] if isinstance(overrides, str | Mapping) else overrides:

@@ -240,6 +240,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     from nemo_prorl.launcher.prepare import run_dir_fault
     from nemo_prorl.launcher.run_data import check_files
     from nemo_prorl.planning import overview
+    from nemo_prorl.planning.algorithm import algorithm
     from nemo_prorl.planning.plan import plan_chain, read_rates
 
     cfg = settings.load_run(arguments.overrides, arguments.config, need_files=False)
@@ -251,7 +252,8 @@ def _plan(arguments: argparse.Namespace) -> None:
     rates = read_rates(cfg, arguments.mean_tokens, arguments.tokens_per_s, arguments.measured)
     chain = plan_chain(cfg, arguments.overrides, rates, arguments.config)
     if arguments.json:
-        run = {"run": overview.run_rows(cfg, checked.words()), **checked.as_json()}
+        rows = overview.run_rows(cfg, checked.words())
+        run = {"run": rows, "algorithm": algorithm(cfg), **checked.as_json()}
         sys.stdout.write(json.dumps(run | chain.as_json(), indent=1) + "\n")
     else:
         sys.stdout.write(overview.plan(cfg, chain, checked.words()))
@@ -273,12 +275,9 @@ def _check_function(arguments: argparse.Namespace) -> int:
     cfg: Any = OmegaConf.to_object(
         settings.load([*arguments.overrides, f"trainer.grpo.{kind}={place}"], arguments.config)
     )
-    checks = len(properties.LOSS_CHECKS if kind == "loss" else properties.ADVANTAGE_CHECKS)
-    faults = list(properties.failures(kind, getattr(cfg.trainer.grpo, kind), cfg.trainer.grpo))
-    for fault in faults:
-        sys.stdout.write(f"{fault}\n")
-    sys.stdout.write(f"{kind} {place}: {checks - len(faults)} of {checks} properties hold\n")
-    return 1 if faults else 0
+    found = properties.trial(kind, getattr(cfg.trainer.grpo, kind), cfg.trainer.grpo)
+    sys.stdout.write(f"{found.words()}\n")
+    return 1 if found.faults else 0
 
 
 def _import_hf(arguments: argparse.Namespace) -> None:

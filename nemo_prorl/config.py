@@ -146,6 +146,12 @@ class GRPOConfig:
     max_steps_without_signal: int = key(
         5, "steps in a row without a group to train on, after which the run stops; 0: never", least=0, may_change=True
     )
+    max_nonfinite_updates: int = key(
+        3,
+        "updates in a row that are skipped because they are not finite, at which the run ends",
+        least=1,
+        may_change=True,
+    )
     checkpoint_every: int = key(20, "steps between checkpoints", least=1, may_change=True)
     keep_checkpoints: int = key(3, "number of newest checkpoints to keep", least=1, may_change=True)
     keep_best: int = key(1, "further checkpoints to keep: those with the best validations", least=0, may_change=True)

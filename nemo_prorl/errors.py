@@ -77,7 +77,7 @@ class RewardFailure(ProrlError, ConnectionError):
 
 
 class NonFiniteUpdate(ProrlError, ArithmeticError):
-    """A loss or gradient norm that is inf or nan.  Weights and optimizer are as before the step."""
+    """A loss or gradient norm that is inf or nan.  Weights and optimizer are as before the update."""
 
 
 class RunFailed(ProrlError, RuntimeError):

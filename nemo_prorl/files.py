@@ -134,14 +134,25 @@ def parsed(line: bytes | str, where: str) -> Any:
         where: file and line, for the error.
 
     Raises:
-        DataError: the line is not UTF-8, or not JSON (NaN and Infinity are not).
+        DataError: the line is not UTF-8, or not JSON (NaN and Infinity are not), or an object has a key twice.
     """
     try:
-        return json.loads(line.decode() if isinstance(line, bytes) else line, parse_constant=_refuse)
+        text = line.decode() if isinstance(line, bytes) else line
+        return json.loads(text, parse_constant=_refuse, object_pairs_hook=unique_keys)
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: not UTF-8: {error}; the file must be JSON Lines in UTF-8") from None
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not JSON: {json_fault(error)}; each line must be one JSON object") from None
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of these pairs.  Raises ValueError if a key is there twice: JSON would keep the last value."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} is there {names.count(twice)} times")
+    return found
 
 
 def _refuse(name: str) -> Any:

@@ -38,7 +38,14 @@ class ServiceEndpoint:
         try:
             weights_dir = Path(found["weights_dir"]) if found.get("weights_dir") else None
             ready = found["state"] == "ready"
-            return cls(file.stem, str(found["kind"]), str(found["url"]), int(found["pid"]), ready, weights_dir)
+            return cls(
+                file.stem,
+                str(found["kind"]),
+                url=str(found["url"]),
+                pid=int(found["pid"]),
+                ready=ready,
+                weights_dir=weights_dir,
+            )
         except (KeyError, TypeError, ValueError):
             return None
 

@@ -15,7 +15,6 @@ import importlib.resources
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -31,14 +30,15 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_prorl import own_functions
+from nemo_prorl.cautions import cautions
 from nemo_prorl.checks import check, check_heads, check_shape, pretrained_config, pretrained_name
 from nemo_prorl.config import MISSING, Config, DataSource, all_keys
+from nemo_prorl.config_changes import check_same_run, leaves
 from nemo_prorl.data.hf_config import model_keys
 from nemo_prorl.data.hub import model_folder
 from nemo_prorl.data.prepared import check_data
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.files import first_line
-from nemo_prorl.lifecycle.retention import complete
 from nemo_prorl.migration.names import meant
 from nemo_prorl.rewards.functions import absolute
 from nemo_prorl.sizing.memory import is_small
@@ -123,7 +123,7 @@ def load_run(overrides: list[str], config_file: Path | None = None, need_files: 
 
     The overrides are applied to the first of these configurations that exists: `config_file`; conf/, if `overrides`
     choose groups (as the command that started the run may do); the saved configuration of the run; conf/.  In every
-    case `check_same_run` refuses changes that would make another run.
+    case `check_same_run` refuses changes that would make another run.  Logs the warnings of `cautions`.
 
     Args:
         need_files: False if the caller starts nothing: missing data files (`data.prepared`) and missing weights are not
@@ -142,6 +142,8 @@ def load_run(overrides: list[str], config_file: Path | None = None, need_files: 
                 raise
             _log.warning("what if: %s `prorl train` would refuse it", first_line(error))
     check_heads(cfg)
+    for text in cautions(cfg):
+        _log.warning("%s", text)
     if need_files:
         check_data(cfg)
     return cfg
@@ -180,61 +182,6 @@ def read_config(path: Path) -> DictConfig:
         raise ConfigError(f"{path}: {error}") from error
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {_type_message(cfg, str(error.full_key or ''), None, error)}") from error
-
-
-def check_same_run(old: DictConfig, new: DictConfig) -> None:
-    """Raise ConfigError if `new` is not a continuation of the run whose configuration is `old`.
-
-    A continued run may raise `max_steps` and change the keys that `config` marks with `may_change`, such as the
-    parallel layout, deadlines, logging, and when later hard resets are made.
-    """
-    changed = {key: both for key, both in _differences(old, new).items() if not _may_change(key)}
-    if changed:
-        differences = ", ".join(f"{key}={wanted} (the run has {was})" for key, (was, wanted) in changed.items())
-        saved = complete(Path(old.run_dir) / "checkpoints")
-        fork = f", or fork it: run_dir=NEW chain.start_from={saved[-1]}" if saved else ""
-        raise ConfigError(
-            f"{old.run_dir} holds a run with another configuration: {differences}.\n"
-            f"Fix: keep the run's values of these keys to continue it, or start another run with run_dir=...{fork}"
-        )
-    was, wanted = old.trainer.grpo.max_steps, new.trainer.grpo.max_steps
-    if wanted < was:
-        raise ConfigError(
-            f"trainer.grpo.max_steps={wanted}: expected at least {was}, the value that {old.run_dir} was started with"
-        )
-
-
-def changes(old: DictConfig, new: DictConfig) -> str:
-    """Return the changes of a continued run to its training, layout and engines; "" if there are none.
-
-    Such as `trainer.resets.mode=auto (was advise), trainer.resets.every=40 (was None)`.
-    """
-    found = {key: both for key, both in _differences(old, new).items() if key.startswith(_RECORDED)}
-    return ", ".join(f"{key}={wanted} (was {was})" for key, (was, wanted) in found.items())
-
-
-_RECORDED = ("trainer.", "model.", "rollout.")  # sections whose changes the journal of a continued run records
-
-
-def _differences(old: DictConfig, new: DictConfig) -> dict[str, tuple[Any, Any]]:
-    """Return {key: (value in `old`, value in `new`)} of the keys that differ."""
-    before, after = (dict(leaves(OmegaConf.to_container(cfg, resolve=True))) for cfg in (old, new))
-    both = {key: (before.get(key), after.get(key)) for key in sorted(before.keys() | after.keys())}
-    return {key: pair for key, pair in both.items() if pair[0] != pair[1] and not _same_path(key, *pair)}
-
-
-def _may_change(key: str) -> bool:
-    """Return whether a continued run may change the key."""
-    free = (known.name for known in all_keys() if known.rule.may_change)
-    return any(key == name or key.startswith(f"{name}.") for name in free)
-
-
-def _same_path(key: str, was: Any, wanted: Any) -> bool:
-    """Return whether both values name the same path; a Slurm job makes relative paths absolute."""
-    is_path = key.startswith("data.") and key.endswith((".path", ".folder"))
-    if not (is_path or key == "pretrained_checkpoint.restore_from_path") or not (was and wanted):
-        return False
-    return Path(was).absolute() == Path(wanted).absolute()
 
 
 def conf_folder() -> Path:
@@ -463,23 +410,6 @@ def _is_free(key: str) -> bool:
         if len(parts) > len(pattern) and all(p in ("*", part) for p, part in zip(pattern, parts, strict=False)):
             return True
     return False
-
-
-def leaves(tree: Any, prefix: str = "", into_lists: bool = True) -> Iterator[tuple[str, Any]]:
-    """Yield the full key and the value of each leaf of nested mappings.
-
-    Args:
-        into_lists: descend into lists of mappings too, with the index as part of the key; False: such a list is a leaf.
-    """
-    branches: Iterable[tuple[Any, Any]] = ()
-    if isinstance(tree, Mapping):
-        branches = tree.items()
-    elif into_lists and isinstance(tree, list) and any(isinstance(item, dict) for item in tree):
-        branches = enumerate(tree)
-    if prefix and not branches:
-        yield prefix, tree
-    for key, value in branches:
-        yield from leaves(value, f"{prefix}.{key}" if prefix else str(key), into_lists)
 
 
 def _same_kind(old: Any, new: Any) -> bool:

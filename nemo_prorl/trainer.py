@@ -32,7 +32,7 @@ from nemo_prorl.algorithms.schedule import learning_rate
 from nemo_prorl.algorithms.shaping import shaped_rewards
 from nemo_prorl.batch import Batch, JudgedGroups
 from nemo_prorl.config import Config, GRPOConfig, SchedKeys
-from nemo_prorl.errors import RolloutAbandoned, StoppedCleanly
+from nemo_prorl.errors import NonFiniteUpdate, RolloutAbandoned, StoppedCleanly
 from nemo_prorl.lifecycle.control import reset_reason
 from nemo_prorl.lifecycle.no_signal import diagnosis
 from nemo_prorl.lifecycle.tolerances import RATIO_PER_GAP, TEMPERATURE, engine_gap_alarm
@@ -62,6 +62,8 @@ class ProgressState(TypedDict):
     """number of steps in a row, up to `step`, without a group to train on"""
     signal_lost: Count
     """how often the run had such a step after one with a signal, or as its first"""
+    nonfinite: Count
+    """number of updates in a row, up to the last one, that were skipped because they were not finite"""
     unfinished: MetricsState | None
     """metrics of `step` if its validation was abandoned at a stop, otherwise null; a resumed run validates first"""
 
@@ -74,6 +76,7 @@ class TrainerState:
     unfinished: Metrics | None = None  # metrics of `step` from the end of its updates until they are logged
     without_signal: int = 0  # steps in a row without a group to train on
     signal_lost: int = 0  # stretches of such steps so far
+    nonfinite: int = 0  # updates in a row that were skipped because they were not finite
 
     def state_dict(self) -> ProgressState:
         unfinished = self.unfinished.to_json() if self.unfinished is not None else None
@@ -81,6 +84,7 @@ class TrainerState:
             "step": self.step,
             "without_signal": self.without_signal,
             "signal_lost": self.signal_lost,
+            "nonfinite": self.nonfinite,
             "unfinished": unfinished,
         }
 
@@ -88,6 +92,7 @@ class TrainerState:
         self.step = state["step"]
         self.without_signal = state["without_signal"]
         self.signal_lost = state.get("signal_lost", 0)  # absent in checkpoints of earlier commits
+        self.nonfinite = state.get("nonfinite", 0)  # the same
         unfinished = state["unfinished"]
         self.unfinished = Metrics.from_json(unfinished) if unfinished is not None else None
 
@@ -212,7 +217,7 @@ class Trainer:
         Raises:
             DeadlineExceeded: a wait took too long; the error names the peer or file.
             ResetFailure: policy and reference differ on the first step of a run or right after a hard reset.
-            NonFiniteUpdate: the loss or gradient of an update is inf or nan; that update has changed nothing.
+            NonFiniteUpdate: `max_nonfinite_updates` updates in a row were inf or nan; none of them changed anything.
             RolloutAbandoned: a stop was requested and the rollout took too long; the step has not begun its updates.
         """
         cfg, policy, metrics = self.cfg.trainer.grpo, self.policy, Metrics(step, self.cfg.stage)
@@ -256,11 +261,28 @@ class Trainer:
         with metrics.phase("updates"):
             config = self.before_updates(metrics)
             for minibatch_rows in torch.arange(len(batch)).split([len(rows) for rows in update_rows]):
-                update(policy, batch.rows(minibatch_rows), config, metrics)
+                self.update_or_skip(batch.rows(minibatch_rows), config, metrics)
         length_B = batch.length_B.double()
         tokens, squares = (policy.data_ranks.sum(float(value_B.sum())) for value_B in (length_B, length_B**2))
         metrics.add("time/updates", self.speed.metrics(tokens, squares, metrics["time/updates"]))
         return metrics
+
+    def update_or_skip(self, minibatch: Batch, config: GRPOConfig, metrics: Metrics) -> None:
+        """Make one optimizer step.  If it is not finite, skip it with an alarm: weights and optimizer stay as they are.
+
+        Raises NonFiniteUpdate: this was number `max_nonfinite_updates` in a row.
+        """
+        progress, most = self.progress, config.max_nonfinite_updates
+        try:
+            update(self.policy, minibatch, config, metrics)
+        except NonFiniteUpdate as error:
+            progress.nonfinite += 1
+            metrics.put("policy/max_skipped", progress.nonfinite)
+            if progress.nonfinite >= most:
+                raise NonFiniteUpdate(f"{error}; {most} in a row (trainer.grpo.max_nonfinite_updates)") from error
+            self.records.alarm(metrics.step, f"an update was skipped ({progress.nonfinite} in a row): {error}")
+        else:
+            progress.nonfinite = 0
 
     def before_updates(self, metrics: Metrics) -> GRPOConfig:
         """Set the step's learning rate; return the loss settings with the step's entropy coefficient."""

@@ -61,7 +61,7 @@ METRICS = (
     "stale_gap/(tokens|share|mean_abs|max_abs|mean_k3)",
     "engine_gap/(tokens|mean_abs|max_abs|mean_k3|mean_ratio|p999|mean_abs_quarter[1-4])",
     "correction/(tokens|mean_abs|max_abs|mean_k3|fraction_capped|fraction_masked)",
-    "policy/(loss|grad_norm|max_grad_norm|surrogate|kl|approx_kl|weight|ratio|min_ratio|max_ratio|clipped_high"
+    "policy/(loss|grad_norm|max_grad_norm|surrogate|kl|approx_kl|weight|ratio|min_ratio|max_ratio|max_skipped|clipped_high"
     "|clipped_low|dual_clipped|nonfinite|lr|entropy_coef|padding)",
     "time/(publish|rollout|logprobs|advantages|updates|ahead|ahead/engines_wait_s|validate|step)",
     "time/step/tokens_per_s_per_device",
@@ -88,8 +88,8 @@ class RunState(typing.TypedDict):
     """version of nemo_prorl that wrote the checkpoint"""
     code: Sha256
     """sha256 over the package's Python files"""
-    functions: dict[str, Sha256]
-    """sha256 of each file in rewards.functions"""
+    functions: dict[str, str]
+    """code of the user's reward functions, loss and advantage: sha256 by file, version by installed package"""
     trainer: ProgressState
     records: RecordsState
     validation: ValidationState

@@ -6,7 +6,9 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PUBLIC_METHODS, LINES = 15, 60
+PUBLIC_METHODS, LINES, POSITIONAL = 15, 60, 5
+# Calls whose arguments have no names: of logging, of a partial, of torch, and of what torch compiles.
+NAMELESS = ("info", "warning", "partial", "apply", "_linear_pointwise", "theirs", "_gradient_block")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -39,6 +41,17 @@ def test_no_class_has_many_public_methods() -> None:
         for one in classes
     }
     assert {name: methods for name, methods in public.items() if methods > PUBLIC_METHODS} == {}
+
+
+def test_calls_with_many_arguments_name_them() -> None:
+    """Who reads a call with six places must count; logging, partials and compiled functions have no names."""
+    many = [
+        f"{file}:{node.lineno}: {ast.unparse(node.func)}"
+        for file, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and sum(not isinstance(arg, ast.Starred) for arg in node.args) > POSITIONAL
+    ]
+    assert [place for place in many if not place.rpartition(": ")[2].rpartition(".")[2].startswith(NAMELESS)] == []
 
 
 def test_no_function_is_long() -> None:

@@ -66,6 +66,7 @@ WHOLE = {"prorl doctor", "prorl probe", "prorl evaluate", "prorl watch", "prorl 
 ELSEWHERE = {  # why not here
     "paper.md": "tests/paper/test_miniature.py walks the page's commands in their order",
     "hf": "tests/data/test_prepare_hub.py holds the message that has this command",
+    "own_benchmark.md": "tests/evaluation/test_own_benchmark.py walks the page's commands in their order",
     "own_loss.md": "tests/lifecycle/test_own_functions.py runs the page's commands",
     "plugins.md": "tests/rewards/test_scaffold.py runs the page's commands in their order",
     "make": "tests/test_docs.py asks make what it would run, which is run in small here and in tests/test_main_job.py",
@@ -81,7 +82,7 @@ ELSEWHERE = {  # why not here
 def way_of(page: str, words: Words) -> str:
     """What a command counts as; raises for one that nothing here runs."""
     program = Path(words[0]).name
-    if page in ("plugins.md", "paper.md", "own_loss.md"):
+    if page in ("plugins.md", "paper.md", "own_benchmark.md", "own_loss.md"):
         return page
     if page == "container.md" and program in ("docker", "enroot", "srun"):
         return "container"
@@ -247,7 +248,7 @@ def test_what_would_be_run_is_told(
 @commands_of("prorl convert")
 def test_another_configuration_is_converted(words: Words, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = "actor_rollout_ref.model.path=m data.train_batch_size=8 actor_rollout_ref.actor.ppo_mini_batch_size=8"
-    (place / words[-1]).write_text(f"python3 -m verl.trainer.main_ppo {sizes} trainer.total_epochs=15\n")
+    (place / words[-1]).write_text(f"python3 -m verl.trainer.main_ppo {sizes} trainer.total_training_steps=15\n")
     done(words[1:])
     assert "trainer.grpo.prompts_per_step=8" in capsys.readouterr().out
 

@@ -1,5 +1,6 @@
 """Settings, rows of results, clocks and memory peaks for the sections of `gpu_evidence.py`."""
 
+import functools
 import importlib.util
 import json
 import statistics
@@ -134,9 +135,17 @@ class _LiveTensors(TorchDispatchMode):
         self.live -= size
 
 
+@functools.cache
 def peak_flops() -> tuple[float, str] | None:
-    """Return (FLOP/s, description) of this GPU by its datasheet; None if PEAK_BF16_FLOPS lacks this GPU."""
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    """Return (FLOP/s, description): of this GPU by its datasheet, of a CPU by a matrix product of 2048 x 2048 here.
+
+    None for a GPU that PEAK_BF16_FLOPS lacks.
+    """
+    if not torch.cuda.is_available():
+        a = torch.randn(2048, 2048)
+        flops = 2 * 2048**3 / seconds_of(lambda: torch.mm(a, a), "cpu", 5, warm=2)[0]
+        return flops, f"CPU, float32, {flops / 1e12:.2g} TFLOP/s in a matrix product here"
+    name = torch.cuda.get_device_name()
     for chip, flops in PEAK_BF16_FLOPS.items():
         if chip in name:
             return flops, f"{chip}, bf16 dense, {flops / 1e12:g} TFLOP/s by its datasheet"

@@ -294,7 +294,18 @@ def parse_smi(text: str) -> list[Gpu]:
             driver, mode, bus, uuid = rest
             major, minor = capability.split(".")
             at = (int(major), int(minor))
-            gpus.append(Gpu(name, int(total) << 20, int(used) << 20, at, driver, mode, bus, uuid))
+            gpus.append(
+                Gpu(
+                    name,
+                    int(total) << 20,
+                    used=int(used) << 20,
+                    capability=at,
+                    driver=driver,
+                    mode=mode,
+                    bus=bus,
+                    uuid=uuid,
+                )
+            )
         except ValueError as error:
             raise ValueError(
                 f"nvidia-smi printed {line!r}: expected a GPU with its memory and compute capability"

@@ -1,18 +1,26 @@
-"""Properties that every loss and every advantage must have; `prorl check-function` tries a user's function on them.
+"""Properties that every loss and every advantage must have; a user's function is tried on them before a run starts.
 
-Each check returns None, or a sentence that says what went wrong and with which numbers.
+Each check returns None, or a sentence that says what went wrong and with which numbers.  All of them together take less
+than a second on one CPU.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from nemo_prorl.algorithms.advantages import group_advantages
+from nemo_prorl.algorithms.advantages import ADVANTAGES, group_advantages
 from nemo_prorl.algorithms.losses import denominator_terms, grpo_loss
+from nemo_prorl.algorithms.objectives import OBJECTIVES
 from nemo_prorl.config import GRPOConfig
+
+SCALE = 1000.0  # an own loss may have gradients so many times smaller or larger than r A
+MOST_ADVANTAGE = 100.0  # for rewards from 0 to 1 in groups of 5
+LEAST_ADVANTAGE = 0.01  # of the largest in a group with the rewards 0 and 1
 
 Check = Callable[[GRPOConfig], str | None]
 
@@ -45,7 +53,9 @@ class TrialResponses:
         groups_B = mask_BT.sum(dim=1).reshape(-1, 4).sum(dim=1).repeat_interleave(4)
         logp_BT, ref_BT = (old_BT + noise(scale) for scale in (0.7, 0.5))
         logp_BT, old_BT, ref_BT, advantage_B = (x.to(dtype) for x in (logp_BT, old_BT, ref_BT, advantage_B))
-        return cls(logp_BT, old_BT, ref_BT, advantage_B, mask_BT, groups_B)
+        return cls(
+            logp_BT, old_BT, ref_logp_BT=ref_BT, advantage_B=advantage_B, mask_BT=mask_BT, group_tokens_B=groups_B
+        )
 
     def rows(self, index: Tensor | slice) -> "TrialResponses":
         return TrialResponses(*(getattr(self, f.name)[index] for f in fields(self)))
@@ -76,12 +86,12 @@ def gradient(parts: list[TrialResponses], config: GRPOConfig) -> tuple[float, Te
         loss, _ = grpo_loss(
             logp_BT,
             part.old_logp_BT,
-            part.ref_logp_BT,
-            part.advantage_B,
-            part.mask_BT,
-            None,
-            denominator,
-            config,
+            ref_logp_BT=part.ref_logp_BT,
+            advantage_B=part.advantage_B,
+            mask_BT=part.mask_BT,
+            weight_BT=None,
+            denominator=denominator,
+            config=config,
             group_tokens_B=part.group_tokens_B,
         )
         loss.backward()  # type: ignore[no-untyped-call]
@@ -97,10 +107,60 @@ def _differs(what: str, other: tuple[float, Tensor], whole: tuple[float, Tensor]
     return None if gap <= tolerance else f"{what}: loss or gradient differ by {gap:.2g} of their size"
 
 
-def micro_batches(config: GRPOConfig) -> str | None:
-    """The sum over micro-batches and ranks is the loss of the whole update."""
+class _LowPrecision(TorchFunctionMode):
+    """Records in `found` which dtypes below float32 the functions of torch return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[torch.dtype] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.dtype in (torch.float16, torch.bfloat16):
+            self.found.add(result.dtype)
+        return result
+
+
+def _fault_of_call(function: Callable[..., Any], inputs: tuple[Tensor, ...], *more: Any) -> str | None:
+    """Call a user's function twice; return what is wrong with the calls, whatever it computes.
+
+    Raises what the function raises.
+    """
+    given, outputs = [x.detach().clone() for x in inputs], []
+    with _LowPrecision() as low:
+        for _ in range(2):
+            outputs.append(function(*inputs, *more))
+    output, again = outputs
+    if not isinstance(output, Tensor):
+        return f"expected a tensor of shape {tuple(inputs[0].shape)}; got {type(output).__name__}"
+    if output.shape != inputs[0].shape:
+        return f"expected a tensor of shape {tuple(inputs[0].shape)}; got {tuple(output.shape)}"
+    if low.found:
+        return f"it computes in {', '.join(sorted(map(str, low.found)))}; expected float32 or float64, as its arguments"
+    if changed := sum(not torch.equal(x, was) for x, was in zip(inputs, given, strict=True)):
+        return f"it changes {changed} of its arguments in place"
+    if not torch.equal(output.nan_to_num(), again.nan_to_num()):
+        return "a second call with the same arguments returns something else"
+    return None
+
+
+def loss_call(config: GRPOConfig) -> str | None:
+    """The function returns a tensor [B, T] with a gradient, always the same, and leaves its arguments as they are."""
     case = TrialResponses.make()
-    parts = [case.rows(slice(a, b)) for a, b in ((0, 1), (1, 3), (3, 8), (8, 12))]
+    # Not a leaf, like the log-probabilities of a model: autograd would refuse a change in place of a leaf.
+    logp_BT = torch.where(case.mask_BT, case.logp_BT.requires_grad_(), 0.0)
+    old_BT, advantage_BT = (torch.where(case.mask_BT, x, 0.0) for x in (case.old_logp_BT, case.advantage_B[:, None]))
+    function = OBJECTIVES[config.loss]
+    if fault := _fault_of_call(function, (logp_BT, old_BT, advantage_BT, case.mask_BT), config):
+        return fault
+    has_gradient = function(logp_BT, old_BT, advantage_BT, case.mask_BT, config).requires_grad
+    return None if has_gradient else "nothing that it returns has a gradient in logp_BT"
+
+
+def micro_batches(config: GRPOConfig) -> str | None:
+    """The sum over micro-batches and ranks is the loss of the whole update; one of them counts no token."""
+    case = TrialResponses.make()
+    parts = [case.rows(slice(a, b)) for a, b in ((0, 2), (2, 3), (3, 8), (8, 12))]
     return _differs("cut into four micro-batches", gradient(parts, config), gradient([case], config), 1e-12)
 
 
@@ -129,14 +189,91 @@ def float64(config: GRPOConfig) -> str | None:
     return _differs("in float32", rounded, exact, 1e-5)
 
 
-def direction(config: GRPOConfig) -> str | None:
-    """Before the first update (all ratios 1), a positive advantage raises each token's probability."""
+def _at_ratio_1(config: GRPOConfig) -> tuple[TrialResponses, Tensor]:
+    """Return responses before the first update, and the gradient of their loss without KL and entropy, [B, T]."""
     case = TrialResponses.make()
     case = replace(case, logp_BT=case.old_logp_BT.clone())
-    _, gradient_BT = gradient([case], replace(config, kl_coef=0.0, entropy_coef=0.0))
-    counted_BT = case.mask_BT & (case.advantage_B != 0.0)[:, None]
-    wrong = int(((-gradient_BT * case.advantage_B[:, None])[counted_BT] <= 0).sum())
-    return f"at ratio 1, {wrong} tokens move against their advantage or not at all" if wrong else None
+    return case, gradient([case], replace(config, kl_coef=0.0, entropy_coef=0.0))[1]
+
+
+def direction(config: GRPOConfig) -> str | None:
+    """Before the first update (all ratios 1), no token moves against its advantage."""
+    case, gradient_BT = _at_ratio_1(config)
+    wrong = int(((-gradient_BT * case.advantage_B[:, None])[case.mask_BT] < 0).sum())
+    tokens = int(case.mask_BT.sum())
+    return f"at ratio 1, {wrong} of {tokens} tokens move against their advantage" if wrong else None
+
+
+def size(config: GRPOConfig) -> str | None:
+    """At ratio 1 the gradient has about the size of that of r A, so that the learning rate keeps its meaning."""
+    (_, gradient_BT), (_, usual_BT) = _at_ratio_1(config), _at_ratio_1(replace(config, loss="clip"))
+    factor = float(gradient_BT.abs().sum() / usual_BT.abs().sum())
+    if 1 / SCALE <= factor <= SCALE:
+        return None
+    return f"at ratio 1 the gradient is {factor:.2g} times that of r A; expected {1 / SCALE:g} to {SCALE:g} times"
+
+
+def _pull(config: GRPOConfig) -> tuple[Tensor, Tensor]:
+    """Return how strongly tokens outside the clip range are pulled along their advantage: (away, back), [2] each.
+
+    The first of each pair has advantage 1, the second -1.  `away`: the ratio has moved as the advantage wants, and
+    farther than the bound.  `back`: it has moved against the advantage.
+    """
+    high, low = 2 * (1 + config.clip_high), max(0.01, (1 - config.clip_low) / 2)
+    ratio_B1 = torch.tensor([high, low, low, high], dtype=torch.float64)[:, None]
+    old_BT = torch.where(ratio_B1 > 1, 0.5 / high, 0.9).log().expand(4, 3).clone()  # probabilities stay below 1
+    advantage_B = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
+    mask_BT = torch.ones(4, 3, dtype=torch.bool)
+    case = TrialResponses(
+        old_BT + ratio_B1.log(),
+        old_BT,
+        ref_logp_BT=old_BT,
+        advantage_B=advantage_B,
+        mask_BT=mask_BT,
+        group_tokens_B=torch.full((4,), 12),
+    )
+    _, gradient_BT = gradient([case], replace(config, kl_coef=0.0, entropy_coef=0.0, dual_clip=None))
+    pull_B = -(gradient_BT * advantage_B[:, None]).sum(dim=1)
+    return pull_B[:2], pull_B[2:]
+
+
+def bounds(config: GRPOConfig) -> str | None:
+    """A token that has moved against its advantage is neither pushed farther, nor left there while others go on."""
+    away_2, back_2 = _pull(config)
+    for sign, away, back in zip(("positive", "negative"), away_2.tolist(), back_2.tolist(), strict=True):
+        if back < 0:
+            return f"a token of {sign} advantage that has moved against it, out of the clip range, is pushed farther"
+        if back == 0 < away:
+            return (
+                f"the clip is on the wrong side: a token of {sign} advantage is held where it has moved against the"
+                " advantage, and goes on where it has moved with it"
+            )
+    return None
+
+
+def extremes(config: GRPOConfig) -> str | None:
+    """Responses without a token, and ratios of exp(200) and exp(-200), give a finite loss and gradient in float32."""
+    case = TrialResponses.make(dtype=torch.float32)
+    loss, gradient_BT = gradient([case], config)
+    if not (math.isfinite(loss) and gradient_BT.isfinite().all()):
+        return "with a response without a token that counts: not finite"
+    far_BT = torch.where(torch.arange(6) % 2 == 0, 200.0, -200.0)
+    case = replace(case, logp_BT=case.old_logp_BT + far_BT, mask_BT=torch.ones_like(case.mask_BT))
+    loss, gradient_BT = gradient([case], replace(config, kl_coef=0.0))
+    return None if math.isfinite(loss) and gradient_BT.isfinite().all() else "at ratios of exp(+-200): not finite"
+
+
+LOSS_CHECKS: tuple[Check, ...] = (
+    loss_call,
+    micro_batches,
+    order,
+    padding,
+    float64,
+    direction,
+    size,
+    bounds,
+    extremes,
+)
 
 
 def no_advantage(config: GRPOConfig) -> str | None:
@@ -147,26 +284,42 @@ def no_advantage(config: GRPOConfig) -> str | None:
     return None if not gradient_BT.any() else "with advantage 0 there is a gradient"
 
 
-def extremes(config: GRPOConfig) -> str | None:
-    """Ratios of exp(200) and exp(-200) give a finite loss and a finite gradient in float32."""
-    case = TrialResponses.make(dtype=torch.float32)
-    far_BT = torch.where(torch.arange(6) % 2 == 0, 200.0, -200.0)
-    case = replace(case, logp_BT=case.old_logp_BT + far_BT, mask_BT=torch.ones_like(case.mask_BT))
-    loss, gradient_BT = gradient([case], replace(config, kl_coef=0.0))
-    return None if math.isfinite(loss) and gradient_BT.isfinite().all() else "at ratios of exp(+-200): not finite"
+def still(config: GRPOConfig) -> str | None:
+    """At ratio 1 each token moves."""
+    case, gradient_BT = _at_ratio_1(config)
+    number, tokens = int((gradient_BT[case.mask_BT] == 0).sum()), int(case.mask_BT.sum())
+    return f"at ratio 1, {number} of {tokens} tokens have no gradient" if number else None
 
 
-LOSS_CHECKS: tuple[Check, ...] = (micro_batches, order, padding, float64, direction, no_advantage, extremes)
+def clip_range(config: GRPOConfig) -> str | None:
+    """Outside the clip range a token is not pulled farther, and is pulled back: the clip of PPO."""
+    away_2, back_2 = _pull(config)
+    if (away_2 > 0).any():
+        return "a token far outside the clip range is pulled farther: there is no clip"
+    return None if (back_2 > 0).all() else "a token that left the clip range against its advantage is not pulled back"
+
+
+LOSS_REMARKS: tuple[Check, ...] = (no_advantage, still, clip_range)  # true of some good losses
 
 
 def _rewards() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     reward_GN = torch.rand(7, 5, generator=generator, dtype=torch.float64)
     reward_GN[0] = 0.3
+    reward_GN[1, 1], reward_GN[1, 3] = 0.0, 1.0
     valid_GN = torch.rand(7, 5, generator=generator) > 0.25
     valid_GN[1] = True
     valid_GN[2, 1:] = False
     return reward_GN, valid_GN
+
+
+def advantage_call(config: GRPOConfig) -> str | None:
+    """The function returns a tensor [G, N], always the same, and leaves its arguments as they are."""
+    reward_GN, valid_GN = _rewards()
+    reward_GN = reward_GN.masked_fill(~valid_GN, 0.0)
+    mean_G1 = reward_GN.sum(dim=1, keepdim=True) / valid_GN.sum(dim=1, keepdim=True)
+    centred_GN = (reward_GN - mean_G1).masked_fill(~valid_GN, 0.0)
+    return _fault_of_call(ADVANTAGES[config.advantage], (centred_GN, reward_GN, valid_GN))
 
 
 def finite(config: GRPOConfig) -> str | None:
@@ -206,22 +359,62 @@ def better(config: GRPOConfig) -> str | None:
     return None if above else "the best response of a group has no higher advantage than the worst"
 
 
-ADVANTAGE_CHECKS: tuple[Check, ...] = (finite, exchange, missing, better)
+def scale(config: GRPOConfig) -> str | None:
+    """Advantages of rewards from 0 to 1 are neither huge nor tiny, also where the rewards of a group hardly differ."""
+    reward_GN = torch.tensor([[0.0, 0.0, 0.0, 0.0, 1.0], [0.5, 0.5, 0.5, 0.5, 0.5 + 1e-6]], dtype=torch.float64)
+    largest_G = group_advantages(reward_GN, torch.ones(2, 5, dtype=torch.bool), config.advantage).abs().amax(dim=1)
+    if not (largest := float(largest_G.max())) <= MOST_ADVANTAGE:
+        return f"rewards from 0 to 1 give an advantage of {largest:.2g}; expected at most {MOST_ADVANTAGE:g}"
+    if (largest := float(largest_G[0])) >= LEAST_ADVANTAGE:
+        return None
+    return f"the rewards 0 and 1 in one group give at most {largest:.2g}; expected at least {LEAST_ADVANTAGE:g}"
 
 
-def failures(kind: str, place: str, config: GRPOConfig) -> Iterator[str]:
-    """Try a `loss` or an `advantage` on all properties; yield a sentence for each that does not hold.
+ADVANTAGE_CHECKS: tuple[Check, ...] = (advantage_call, finite, exchange, missing, better, scale)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The result of trying a `loss` or an `advantage` on its properties."""
+
+    faults: dict[str, str]  # a sentence by the name of each property that does not hold
+    remarks: dict[str, str]  # the same for what is unusual, but may be wanted
+    summary: str  # "... properties hold"
+
+    def words(self) -> str:
+        """Return faults, remarks and summary, one per line."""
+        lines = [f"{name}: {sentence}" for name, sentence in self.faults.items()]
+        lines += [f"remark: {name}: {sentence}" for name, sentence in self.remarks.items()]
+        return "\n".join([*lines, self.summary])
+
+
+def trial(kind: str, place: str, config: GRPOConfig) -> Trial:
+    """Try a `loss` or an `advantage` on all properties, on the CPU.
+
+    If the call itself fails, nothing else is tried.
 
     Args:
         place: a name, FILE.py:FUNCTION or MODULE:FUNCTION.
         config: the other settings of the loss.
     """
-    checks = {"loss": LOSS_CHECKS, "advantage": ADVANTAGE_CHECKS}[kind]
+    checks, unusual = {"loss": (LOSS_CHECKS, LOSS_REMARKS), "advantage": (ADVANTAGE_CHECKS, ())}[kind]
     config = replace(config, loss=place) if kind == "loss" else replace(config, advantage=place)
+    faults = _findings(checks[:1], config)
+    held = 0
+    if not faults:
+        faults = _findings(checks[1:], config)
+        held = len(checks) - len(faults)
+    summary = f"{kind} {place}: {held} of {len(checks)} properties hold"
+    return Trial(faults, {} if faults else _findings(unusual, config), summary)
+
+
+def _findings(checks: tuple[Check, ...], config: GRPOConfig) -> dict[str, str]:
+    found = {}
     for check in checks:
         try:
-            fault = check(config)
+            sentence = check(config)
         except Exception as error:  # of the user's function
-            fault = f"it raised {type(error).__name__}: {error}"
-        if fault:
-            yield f"{check.__name__}: {fault}"
+            sentence = f"it raised {type(error).__name__}: {error}"
+        if sentence:
+            found[check.__name__] = sentence
+    return found

@@ -43,7 +43,9 @@ def download(repo: str, patterns: Sequence[str], revision: str | None, to: str, 
         f"on a machine with network access run `{by_hand(repo, patterns, revision, to)}`, copy FOLDER here, and"
         f" continue with `{goes_on}`"
     )
-    folder, commit = _fetched("dataset", repo, patterns, revision, "--from hub", instead)
+    folder, commit = _fetched(
+        "dataset", repo, patterns=patterns, revision=revision, option="--from hub", instead=instead
+    )
     if absent := [name for name in patterns if "*" not in name and not (folder / name).is_file()]:
         raise UnfitMachine(f"--from hub: {repo} at {commit} lacks {', '.join(absent)} in {folder}. Fix: {instead}")
     return folder, commit
@@ -75,7 +77,7 @@ def model_folder(text: str, option: str, weights: bool) -> Path:
     )
     if (cached := _cached(repo, revision)) is not None and (not weights or _has_weights(cached)):
         return cached
-    return _fetched("model", repo, patterns, revision, f"{option}={text}", instead)[0]
+    return _fetched("model", repo, patterns=patterns, revision=revision, option=f"{option}={text}", instead=instead)[0]
 
 
 def _cached(repo: str, revision: str | None) -> Path | None:

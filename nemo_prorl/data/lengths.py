@@ -108,7 +108,9 @@ def fit(cfg: Any, data: LoadedData, lengths: "PromptLengths") -> FittedData:
             record, longest = max(kept, key=lambda one: one[1])
             sources.append(SourceLengths(part, source.name, len(records), longer, longest))
             if over := sum(count >= context for _, count in kept):
-                faults.append(_TooLong(part, source.name, over, len(kept), record["id"], longest))
+                faults.append(
+                    _TooLong(part, source.name, number=over, records=len(kept), record=record["id"], tokens=longest)
+                )
     if faults:
         raise _no_room(faults, context, lengths.folder, cfg.pretrained_checkpoint.restore_from_path is None)
     return FittedData(train, sources, most)

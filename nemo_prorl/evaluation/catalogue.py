@@ -172,6 +172,11 @@ def choose(text: str) -> list[Benchmark]:
     for word in filter(None, (part.strip() for part in text.split(","))):
         if word.endswith((".yaml", ".jsonl")):
             own = read_own(Path(word))
+            if (other := chosen.get(own.name, own)).file != own.file:
+                raise ConfigError(
+                    f"--benchmarks {text}: {other.file} and {own.file} are both named {own.name}. Fix: rename one, or"
+                    " write a yaml file with another name, whose key `prompts` is the path of the records"
+                )
             chosen[own.name] = own
             continue
         found = [one for one in known.values() if word == one.name or word in one.sets]

@@ -76,6 +76,8 @@ def add_parser(commands: Any) -> None:
         "--requests", metavar="N", type=_positive, default=32, help="maximum concurrent requests to a URL (default: 32)"
     )
     add("--manifest", metavar="FILE", type=Path, help="manifest.json of an evaluation to repeat and compare with")
+    again = "judge the stored responses in --out again, with a mended reward, without sampling; takes only overrides"
+    add("--judge-again", action="store_true", help=again)
     compare = "folders of evaluations to compare, the base first; `paper` first: compare each with published scores"
     add("--compare", metavar="DIR", nargs="+", help=compare)
     column = (
@@ -102,6 +104,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--as={args.columns}: expected --compare paper, too")
     if args.compare and (args.model is None or args.compare != [PAPER]):
         return _compare(args)
+    if args.judge_again:
+        return _judge_again(args)
     return _again(args) if args.manifest else _evaluate(args)
 
 
@@ -140,7 +144,6 @@ def _run(
     args: argparse.Namespace, benchmarks: "list[Benchmark]", expected: "EvaluationManifest | None" = None
 ) -> "tuple[EvaluationResults, int]":
     """Evaluate, print the table, and return the content of results.json and the exit code."""
-    from nemo_prorl.evaluation.results import table
     from nemo_prorl.evaluation.run import EvaluationOptions, evaluate
 
     options = {one.name: getattr(args, one.name) for one in fields(EvaluationOptions) if hasattr(args, one.name)}
@@ -150,11 +153,7 @@ def _run(
         "seed": 1 if args.seed is None else args.seed,
     }
     found = evaluate(EvaluationOptions(**options, expected=expected))
-    sys.stdout.write(table(found))
-    _log.info(
-        "pass@1, reward and pass@k in percent, with standard errors over prompts; all numbers: %s/results.json",
-        args.out,
-    )
+    _print(found, args.out)
     if found["complete"]:
         return found, 0
     lacking = sum(entry["unjudged"] for entry in found["benchmarks"].values())
@@ -162,6 +161,37 @@ def _run(
     why = next((f"; the first: {one['detail']}" for one in verdicts if one["score"] is None), "")
     _log.error("prorl: %d responses have no verdict and are left out%s. Fix: run the same command again", lacking, why)
     return found, 1
+
+
+def _print(found: "EvaluationResults", out: Path) -> None:
+    from nemo_prorl.evaluation.results import table
+
+    sys.stdout.write(table(found))
+    _log.info(
+        "pass@1, reward and pass@k in percent, with standard errors over prompts; all numbers: %s/results.json", out
+    )
+
+
+def _judge_again(args: argparse.Namespace) -> int:
+    for name in ("model", "benchmarks", "manifest", "data", *_SAMPLING, "limit", "seed"):
+        if getattr(args, name) is not None:
+            word = args.model if name == "model" else f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"{word}: cannot be combined with --judge-again, which takes this from the manifest.json in --out."
+                f" Fix: prorl evaluate --judge-again --out {args.out}, and overrides"
+            )
+    from nemo_prorl.evaluation.judge_again import judge_again
+
+    found, changes = judge_again(args.out, args.overrides)
+    sys.stdout.write("\n".join(changes.lines()) + "\n")
+    _print(found, args.out)
+    for name, entry in found["benchmarks"].items():
+        sys.stdout.write(f"{name}: judged by {entry['scorer']} at {found['time']['judged']}\n")
+    if not found["complete"]:
+        _log.warning(
+            "responses are missing; the command of the evaluation samples them and judges them with this scorer"
+        )
+    return 0
 
 
 def _again(args: argparse.Namespace) -> int:

@@ -25,6 +25,7 @@ from nemo_prorl.evaluation.formats import (
     SolvedCounts,
 )
 from nemo_prorl.evaluation.gains import gain_text, gains_by_start
+from nemo_prorl.evaluation.manifest import is_another
 from nemo_prorl.evaluation.readings import Reading, domain_name, explained
 from nemo_prorl.evaluation.results import Scored, by_domain, is_graded, numbers, percent, scored
 from nemo_prorl.evaluation.store import Store, read_json
@@ -131,11 +132,11 @@ def _check_comparable(name: str, models: Sequence[Evaluated]) -> None:
     """Raise DataError unless all evaluations of a benchmark have the same prompts and the same reward function."""
     scorers = [model.manifest["benchmarks"][name].get("scorer") for model in models]
     for model, scorer in zip(models, scorers, strict=True):
-        if scorer != scorers[0]:
+        if is_another(scorers[0], scorer):
             raise DataError(
                 f"{model.folder}: its responses to {name} were judged by another reward function than those of"
-                f" {models[0].folder} (scorer in manifest.json: {scorer}, {scorers[0]}). Fix: evaluate one again, with"
-                " the other's function, in a new folder"
+                f" {models[0].folder} (scorer in manifest.json: {scorer}, {scorers[0]}). Fix: `prorl evaluate"
+                " --judge-again --out DIR` for the older one judges its stored responses with the present function"
             )
     hashes = [model.manifest["benchmarks"][name]["prompts_sha256"] for model in models]
     for model, value in zip(models, hashes, strict=True):

@@ -30,7 +30,17 @@ class ModelJson(TypedDict):
     """the chat template of the endpoint ends the prompt in `<think>`"""
 
 
-class BenchmarkManifest(BenchmarkAbout):
+class ScorerEntry(TypedDict):
+    """What judges a benchmark."""
+
+    scorer: NotRequired[str]
+    """code that judges the task: FILE.py:FUNCTION of the user with a sha256 instead of the path, over the file and the
+    modules beside it that it imports; or `plugin NAME SHA256`, over the plugin's package"""
+    function: NotRequired[str]
+    """FILE.py:FUNCTION of the user that judges the task, with an absolute path"""
+
+
+class BenchmarkManifest(BenchmarkAbout, ScorerEntry):
     """The prompts of a benchmark that were evaluated, and the sampling settings."""
 
     file: NotRequired[Annotated[str, Constraint(description="path of the user's own file of the benchmark")]]
@@ -40,8 +50,6 @@ class BenchmarkManifest(BenchmarkAbout):
     """over ids, tasks, prompts and truths of the evaluated prompt records"""
     prompts: Number
     """number of evaluated prompts"""
-    scorer: NotRequired[str]
-    """FILE.py:FUNCTION of the user that judges the task, with the sha256 of the file instead of its path"""
     sampling: SamplingJson
 
 
@@ -62,6 +70,8 @@ class EvaluationManifest(TypedDict):
     """settings of the reward plugins, by plugin"""
     versions: dict[str, str]
     """version by package"""
+    verdicts: NotRequired[str]
+    """folder of the verdicts that count, after prorl evaluate --judge-again; absent: verdicts"""
 
 
 class EvaluationSample(TypedDict):
@@ -123,6 +133,8 @@ class BenchmarkNumbers(BenchmarkAbout, Numbers):
     """A benchmark's entry in results.json."""
 
     sampling: SamplingJson
+    scorer: NotRequired[str]
+    """code that gave the verdicts, as in manifest.json"""
     parts: dict[str, Numbers]
     categories: NotRequired[dict[str, Numbers]]
     """puzzles of reasoning-gym by category; absent if there is only one"""
@@ -142,6 +154,8 @@ class EvaluationTime(TypedDict):
     seconds: Amount
     generated_tokens: Count
     tokens_per_s: float | None
+    judged: NotRequired[str]
+    """when the last verdict was given: date and time in UTC, ISO 8601"""
 
 
 class EvaluationResults(TypedDict):
@@ -152,6 +166,8 @@ class EvaluationResults(TypedDict):
     """whether all samples of all prompts exist and have a verdict"""
     model: ModelJson
     seed: Count
+    verdicts: NotRequired[str]
+    """folder of the verdicts from which the numbers were computed; absent: verdicts"""
     benchmarks: dict[str, BenchmarkNumbers]
     domains: dict[str, GroupNumbers]
     out_of_distribution: GroupNumbers | None

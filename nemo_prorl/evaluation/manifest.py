@@ -3,7 +3,8 @@
 import json
 import logging
 import platform
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,11 +15,12 @@ from omegaconf import DictConfig
 from nemo_prorl import __version__
 from nemo_prorl.errors import ConfigError, DataError
 from nemo_prorl.evaluation.catalogue import Benchmark, catalogue, records_sha256
-from nemo_prorl.evaluation.formats import BenchmarkManifest, EvaluationManifest
+from nemo_prorl.evaluation.formats import BenchmarkManifest, EvaluationManifest, ScorerEntry
 from nemo_prorl.evaluation.models import Model
 from nemo_prorl.evaluation.store import read_json
 from nemo_prorl.files import shortened
-from nemo_prorl.rewards.functions import identity
+from nemo_prorl.rewards.discovery import Registry, scorer_of
+from nemo_prorl.rewards.functions import files_of
 
 _log = logging.getLogger(__name__)
 
@@ -38,6 +40,7 @@ def manifest_of(
     seed: int,
     data: Path | None,
     limit: int | None,
+    known: Registry,
 ) -> EvaluationManifest:
     """Return the content of manifest.json (docs/reference/formats.md).  `limit`: prompts per benchmark."""
     from nemo_prorl.launcher.run_data import plain
@@ -53,7 +56,7 @@ def manifest_of(
         "data": None if data is None else str(data.resolve()),
         "limit": limit,
         "benchmarks": {
-            one.name: _entry(one, records[one.name], cfg.rewards.functions.get(one.task)) for one in benchmarks
+            one.name: {**_entry(one, records[one.name]), **scorer_entry(cfg, known, one.task)} for one in benchmarks
         },
         "engine": engine,
         "rewards": plain(cfg.rewards.plugins),
@@ -61,7 +64,52 @@ def manifest_of(
     }
 
 
-def _entry(one: Benchmark, records: Sequence[Mapping[str, Any]], function: str | None) -> BenchmarkManifest:
+def scorer_entry(cfg: DictConfig, known: Registry, task: str) -> ScorerEntry:
+    """Return the fields of a benchmark's entry that name what judges its task."""
+    entry: ScorerEntry = {"scorer": scorer_of(known.plugin_of_task(task))}
+    if (function := cfg.rewards.functions.get(task)) is not None:
+        entry["function"] = function
+    return entry
+
+
+def recorded_functions(manifest: Mapping[str, Any], tasks: Mapping[str, str], given: Collection[str]) -> dict[str, str]:
+    """Return the reward functions by task that a manifest names.
+
+    Args:
+        manifest: Content of manifest.json.
+        tasks: Task of each benchmark.
+        given: Tasks whose function is given otherwise; they are left out.
+
+    Raises:
+        ConfigError: The manifest does not name the function (older versions did not), or its file is missing.
+    """
+    functions: dict[str, str] = {}
+    for name, entry in manifest["benchmarks"].items():
+        task, place = tasks.get(name), entry.get("function")
+        if task is None or task in given or (place is None and is_plugin(entry.get("scorer"))):
+            continue
+        absent = [] if place is None else [file for file in files_of(place) if not file.is_file()]
+        if place is None or absent:
+            why = f"there is no file {absent[0]}" if absent else "an older version did not record which"
+            raise ConfigError(
+                f"{name}: a reward function of yours judged its task {task!r}, and {why}. Fix: add"
+                f" rewards.functions.{task}=FILE.py:FUNCTION to the command"
+            )
+        functions[task] = place
+    return functions
+
+
+def is_plugin(scorer: str | None) -> bool:
+    """Return whether a manifest's scorer is a plugin and not a function of the user; None (older versions) is one."""
+    return scorer is None or scorer.startswith("plugin ")
+
+
+def is_another(was: str | None, now: str | None) -> bool:
+    """Return whether two scorers differ; older versions recorded no plugin, which then counts as equal."""
+    return was != now and not (is_plugin(was) and is_plugin(now) and None in (was, now))
+
+
+def _entry(one: Benchmark, records: Sequence[Mapping[str, Any]]) -> BenchmarkManifest:
     entry: BenchmarkManifest = {
         **one.about(),
         "file_sha256": one.sha256,
@@ -71,8 +119,6 @@ def _entry(one: Benchmark, records: Sequence[Mapping[str, Any]], function: str |
     }
     if one.file is not None:
         entry["file"] = one.file
-    if function is not None:
-        entry["scorer"] = identity(function)
     return entry
 
 
@@ -98,11 +144,11 @@ def _version_of_vllm(python: Path) -> str:
 
 
 def merged(
-    out: Path, manifest: EvaluationManifest, benchmarks: Sequence[Benchmark]
+    out: Path, manifest: EvaluationManifest, benchmarks: Sequence[Benchmark], known: Registry
 ) -> tuple[list[Benchmark], EvaluationManifest]:
     """Return the benchmarks and the manifest, extended by the benchmarks of an earlier evaluation in the folder `out`.
 
-    A later command may add benchmarks and samples to an evaluation; nothing else may change.
+    A later command may add benchmarks and samples to an evaluation; nothing else may change.  `known`: what judges.
 
     Raises:
         ConfigError: The folder has another evaluation; the message names the differences.
@@ -111,6 +157,8 @@ def merged(
     if not path.exists():
         return list(benchmarks), manifest
     old: EvaluationManifest = read_json(path)
+    catalogued = catalogue(one["file"] for one in old["benchmarks"].values() if "file" in one)
+    kept = [name for name in old["benchmarks"] if name not in manifest["benchmarks"] and name in catalogued]
     settings = {key: (old[key], manifest[key]) for key in _SETTINGS}
     differ = [f"{key} (there: {shortened(json.dumps(was))})" for key, (was, now) in settings.items() if was != now]
     if old["model"]["sha256"] != manifest["model"]["sha256"]:
@@ -118,19 +166,31 @@ def merged(
     for name in old["benchmarks"].keys() & manifest["benchmarks"].keys():
         before, after = old["benchmarks"][name], manifest["benchmarks"][name]
         differ += [f"{name}: other prompts"] if before["prompts_sha256"] != after["prompts_sha256"] else []
-        differ += [f"{name}: another reward function"] if before.get("scorer") != after.get("scorer") else []
         for key, value in after["sampling"].items():
             if key != "samples" and before["sampling"][key] != value:
                 differ.append(f"{name}: {key} {value} (there: {before['sampling'][key]})")
-    if differ:
-        raise ConfigError(
-            f"--out {out} has another evaluation, which differs in: {'; '.join(differ)}. Give another folder"
-        )
-    known = catalogue(one["file"] for one in old["benchmarks"].values() if "file" in one)
-    kept = [name for name in old["benchmarks"] if name not in manifest["benchmarks"] and name in known]
-    more = [known[name].changed(old["benchmarks"][name]["sampling"]) for name in kept]
+    scorers = {name: one.get("scorer") for name, one in manifest["benchmarks"].items()}
+    scorers |= {name: scorer_of(known.plugin_of_task(catalogued[name].task)) for name in kept}
+    others = [
+        name for name in old["benchmarks"] if is_another(old["benchmarks"][name].get("scorer"), scorers.get(name))
+    ]
+    judging = [f"{name}: another reward function" for name in others]
+    judging += [text for text in differ if text.startswith("rewards (")]
+    if differ or judging:
+        fix = "Give another folder"
+        if set(differ) <= set(judging):
+            own = {f"rewards.functions.{benchmark.task}={place}" for benchmark in benchmarks
+                   if (place := manifest["benchmarks"][benchmark.name].get("function"))}  # fmt: skip
+            again = shlex.join(["prorl", "evaluate", "--judge-again", "--out", str(out), *sorted(own)])
+            fix = f"Fix: `{again}` judges the stored responses with it; or give another folder"
+        what = "; ".join(dict.fromkeys([*differ, *judging]))
+        raise ConfigError(f"--out {out} has another evaluation, which differs in: {what}. {fix}")
+    more = [catalogued[name].changed(old["benchmarks"][name]["sampling"]) for name in kept]
     entries = {name: old["benchmarks"][name] for name in kept} | manifest["benchmarks"]
-    return [*more, *benchmarks], {**manifest, "benchmarks": entries}
+    counted: EvaluationManifest = {**manifest, "benchmarks": entries}
+    if "verdicts" in old:
+        counted["verdicts"] = old["verdicts"]
+    return [*more, *benchmarks], counted
 
 
 def check_expected(manifest: EvaluationManifest, expected: EvaluationManifest) -> None:
@@ -151,10 +211,16 @@ def check_expected(manifest: EvaluationManifest, expected: EvaluationManifest) -
         for key, what in _HASHES.items():
             if now[key] != was[key]:
                 raise DataError(f"--manifest: {name}: {what} changed ({key} {was[key][:12]}, now {now[key][:12]})")
-        if now.get("scorer") != was.get("scorer"):
-            raise DataError(
+        if is_another(was.get("scorer"), now.get("scorer")):
+            text = (
                 f"--manifest: {name}: the reward function changed (scorer {was.get('scorer')}, now {now.get('scorer')})"
             )
+            if not (is_plugin(was.get("scorer")) and is_plugin(now.get("scorer"))):
+                raise DataError(
+                    f"{text}. Fix: put the function back, or judge the first evaluation again with this one (prorl"
+                    " evaluate --judge-again --out DIR)"
+                )
+            _log.warning("%s; numbers may differ", text)  # of another version of the plugin's package
     if manifest["versions"] != expected["versions"]:
         _log.warning(
             "--manifest: package versions differ, so numbers may differ: were %s, are now %s",

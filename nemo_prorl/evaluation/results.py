@@ -11,15 +11,15 @@ from nemo_prorl.evaluation.catalogue import Benchmark, BenchmarkAbout, part_of
 from nemo_prorl.evaluation.estimates import Floats, Mean, ks_up_to, mean_of, mean_of_means, pass_at_k
 from nemo_prorl.evaluation.formats import (
     BenchmarkNumbers,
+    EvaluationManifest,
     EvaluationResults,
     EvaluationSample,
     EvaluationTime,
     GroupNumbers,
-    ModelJson,
     Numbers,
 )
 from nemo_prorl.evaluation.readings import FORMS, domain_name
-from nemo_prorl.evaluation.store import Key, StoredVerdict
+from nemo_prorl.evaluation.store import Key, StoredVerdict, verdicts_folder
 from nemo_prorl.planning.columns import columns
 
 _CORRECT_FROM = 1.0 - 1e-9  # a verdict without `correct` counts as correct at this score or more
@@ -209,10 +209,13 @@ def by_domain(entries: Mapping[str, BenchmarkAbout]) -> dict[str, list[str]]:
 
 
 def results(
-    model: ModelJson, seed: int, benchmarks: Sequence[Benchmark], found: Mapping[str, Scored], time: EvaluationTime
+    manifest: EvaluationManifest, benchmarks: Sequence[Benchmark], found: Mapping[str, Scored], time: EvaluationTime
 ) -> EvaluationResults:
     """Return the content of results.json, which docs/reference/formats.md describes."""
     entries = {one.name: benchmark_numbers(one, found[one.name]) for one in benchmarks}
+    for name, entry in entries.items():
+        if (scorer := manifest["benchmarks"][name].get("scorer")) is not None:
+            entry["scorer"] = scorer
     domains = {group: together({name: entries[name] for name in names}) for group, names in by_domain(entries).items()}
     outside = domains.pop("out_of_distribution", None)
     complete = all(
@@ -221,8 +224,9 @@ def results(
     return {
         "format": 1,
         "complete": complete,
-        "model": model,
-        "seed": seed,
+        "model": manifest["model"],
+        "seed": manifest["seed"],
+        "verdicts": verdicts_folder(manifest),
         "benchmarks": entries,
         "domains": domains,
         "out_of_distribution": outside,

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,11 +17,11 @@ from nemo_prorl.checks import check_heads
 from nemo_prorl.data.hub import model_folder
 from nemo_prorl.errors import ConfigError, DataError, StoppedCleanly
 from nemo_prorl.evaluation import models
-from nemo_prorl.evaluation.catalogue import Benchmark, check_files, load_records
+from nemo_prorl.evaluation.catalogue import Benchmark, catalogue, check_files, load_records
 from nemo_prorl.evaluation.formats import EvaluationManifest, EvaluationResults, EvaluationTime
-from nemo_prorl.evaluation.manifest import check_expected, manifest_of, merged
+from nemo_prorl.evaluation.manifest import check_expected, manifest_of, merged, recorded_functions
 from nemo_prorl.evaluation.models import Model
-from nemo_prorl.evaluation.store import Store
+from nemo_prorl.evaluation.store import Store, verdicts_folder
 from nemo_prorl.files import read_object, write_json
 from nemo_prorl.launcher.run_data import plain
 from nemo_prorl.rewards.discovery import Registry, discover, make_plugin
@@ -72,7 +73,7 @@ def evaluate(options: EvaluationOptions) -> EvaluationResults:
     known = discover(functions=plain(cfg.rewards.functions))
     _check_tasks(known, options.benchmarks)
     records = {one.name: load_records(one, options.data, options.limit) for one in options.benchmarks}
-    _check_rewards(cfg, known, [record for some in records.values() for record in some])
+    check_rewards(cfg, known, [record for some in records.values() for record in some])
     from nemo_prorl.evaluation.duration import estimate
     from nemo_prorl.evaluation.sampling import sample_and_judge
     from nemo_prorl.launcher.job import locked
@@ -82,23 +83,24 @@ def evaluate(options: EvaluationOptions) -> EvaluationResults:
         benchmarks = [_fitting(one, model) for one in options.benchmarks]
         cfg = _fitted(configuration(options, model.folder), model, benchmarks)
         manifest = manifest_of(
-            cfg, model, benchmarks, records, seed=options.seed, data=options.data, limit=options.limit
+            cfg, model, benchmarks, records, seed=options.seed, data=options.data, limit=options.limit, known=known
         )
         if options.expected is not None:
             check_expected(manifest, options.expected)
-        benchmarks, manifest = merged(options.out, manifest, benchmarks)
-        parts = [_part(options.out, one, records.get(one.name)) for one in benchmarks]
+        benchmarks, manifest = merged(options.out, manifest, benchmarks, known)
+        verdicts = verdicts_folder(manifest)
+        parts = [_part(options.out, one, records.get(one.name), verdicts) for one in benchmarks]
         write_json(options.out / "manifest.json", manifest)
         source, engines = _source(options, cfg, model), 0 if model.folder is None else cfg.rollout.engines
         if engines and (text := estimate(options.out, parts, engines, cfg.trainer.accelerator == "gpu")):
             _log.info("%s", text)
         try:
             sampling = sample_and_judge(cfg, options.out, parts, source, seed=options.seed, num_engines=engines)
-            work = asyncio.run(_stoppable(sampling))
+            work = asyncio.run(stoppable(sampling))
         finally:
             for one in parts:
                 one.store.close()
-        found = _write_results(options.out, manifest, parts, work)
+        found = write_results(options.out, manifest, parts, work)
         if found["complete"]:
             models.remove_export(options.out)
         return found
@@ -107,8 +109,8 @@ def evaluate(options: EvaluationOptions) -> EvaluationResults:
 def configuration(options: EvaluationOptions, folder: Path | None) -> DictConfig:
     """Return the configuration of a run on this machine alone.
 
-    The evaluation uses the settings of the run's engines, reward server and deadlines; reward functions of the run
-    whose model it is are known, too.
+    The evaluation uses the settings of the run's engines, reward server and deadlines.  Reward functions of the run
+    whose model it is are known, too, and those of the evaluation that it continues (`out`) or repeats (`expected`).
     `folder`: the model's Hugging Face folder, or None for an endpoint or a checkpoint that is not exported yet.
     """
     model = "null" if folder is None else "'" + str(folder.resolve()).replace("'", "\\'") + "'"
@@ -117,7 +119,8 @@ def configuration(options: EvaluationOptions, folder: Path | None) -> DictConfig
     cfg = settings.load([*base, *options.overrides])
     if folder is not None:
         check_heads(cfg)
-    cfg.rewards.functions = {**_functions_of(options.model), **plain(cfg.rewards.functions)}
+    given = {**_functions_of(options.model), **plain(cfg.rewards.functions)}
+    cfg.rewards.functions = {**_recorded(options, given), **given}
     engines = options.engines or max(1, cfg.rollout.engines // cfg.trainer.num_nodes)
     cfg.trainer.num_nodes, cfg.rollout.engines = 1, engines
     return cfg
@@ -132,6 +135,17 @@ def _check_tasks(known: Registry, benchmarks: Sequence[Benchmark]) -> None:
             raise ConfigError(f"{one.file or one.name}: task is {one.task!r}: {error}") from None
 
 
+def _recorded(options: EvaluationOptions, given: Mapping[str, str]) -> dict[str, str]:
+    """Return the reward functions that the manifests of `out` and of `expected` name, without tasks of `given`."""
+    found: dict[str, str] = {}
+    for manifest in (read_object(options.out / "manifest.json"), options.expected):
+        if manifest is not None:
+            own = [entry["file"] for entry in manifest["benchmarks"].values() if "file" in entry]
+            tasks = {name: one.task for name, one in catalogue(own).items()}
+            found |= recorded_functions(manifest, tasks, given)
+    return found
+
+
 def _functions_of(model: str) -> dict[str, str]:
     """Return the reward functions of the run to which the model belongs; none if it is no run and no checkpoint."""
     path = Path(model).absolute()
@@ -142,7 +156,7 @@ def _functions_of(model: str) -> dict[str, str]:
     return found
 
 
-def _check_rewards(cfg: DictConfig, known: Registry, records: Sequence[Mapping[str, Any]]) -> None:
+def check_rewards(cfg: DictConfig, known: Registry, records: Sequence[Mapping[str, Any]]) -> None:
     """Let the reward plugins validate the truth of every record, and try the sandbox if a plugin needs it."""
     from nemo_prorl.rewards.service import check_sandbox
 
@@ -186,14 +200,16 @@ def _fitted(cfg: DictConfig, model: Model, benchmarks: Sequence[Benchmark]) -> D
     return cfg
 
 
-def _part(out: Path, benchmark: Benchmark, records: list[dict[str, Any]] | None) -> "BenchmarkWork":
+def _part(out: Path, benchmark: Benchmark, records: list[dict[str, Any]] | None, verdicts: str) -> "BenchmarkWork":
     """Return a benchmark with its stored samples and verdicts, ready to be continued.
 
-    `records`: prompt records to store; None: use the records that an earlier command stored.
+    Args:
+        records: prompt records to store; None: use the records that an earlier command stored.
+        verdicts: folder of the verdicts.
     """
     from nemo_prorl.evaluation.sampling import BenchmarkWork
 
-    store = Store(out, benchmark.name)
+    store = Store(out, benchmark.name, verdicts=verdicts)
     if records is not None:
         store.write_records(records)
     return BenchmarkWork(benchmark, store, records or store.records())
@@ -234,7 +250,7 @@ def local_engines(cfg: DictConfig, model: Path, context_tokens: int = 1 << 30) -
     return LocalEngines(renderer, sorted(stop), per_engine, cfg.rollout.engines, cfg.trainer.deadlines.rollout_s)
 
 
-async def _stoppable(work: Coroutine[Any, Any, T]) -> T:
+async def stoppable(work: Coroutine[Any, Any, T]) -> T:
     """Await the work and return its result.  SIGTERM, SIGINT and SIGUSR1 cancel it and raise StoppedCleanly."""
     task, loop, received = asyncio.ensure_future(work), asyncio.get_running_loop(), list[str]()
 
@@ -261,7 +277,7 @@ async def _stoppable(work: Coroutine[Any, Any, T]) -> T:
 # --- the numbers -----------------------------------------------------------------------------------------------------
 
 
-def _write_results(
+def write_results(
     out: Path, manifest: EvaluationManifest, parts: "Sequence[BenchmarkWork]", work: "Work | None"
 ) -> EvaluationResults:
     """Write results.json and return its content.  `work`: None if nothing had to be sampled or judged."""
@@ -272,12 +288,14 @@ def _write_results(
         for one in parts
     }
     clock: EvaluationTime = {"seconds": 0.0, "generated_tokens": 0, "tokens_per_s": None}
-    if work is not None:
+    if work is not None and work.source is not None:
         rate = work.tokens / work.seconds
         clock = {"seconds": work.seconds, "generated_tokens": work.tokens, "tokens_per_s": rate}
     elif earlier := read_object(out / "results.json"):
         clock = earlier["time"]
-    result = results(manifest["model"], manifest["seed"], [one.benchmark for one in parts], found, clock)
+    if work is not None:
+        clock = {**clock, "judged": datetime.now(UTC).isoformat(timespec="seconds")}
+    result = results(manifest, [one.benchmark for one in parts], found, clock)
     write_json(out / "results.json", result)
     return result
 
@@ -288,7 +306,8 @@ def differences(one: Any, other: Any, at: str = "") -> list[str]:
     `at`: path of keys to `one` and `other`; empty at the top.
     """
     if isinstance(one, dict) and isinstance(other, dict):
-        skipped = ("time", "model") if not at else ("categories",)  # follow from parts; older versions lack them
+        # Categories follow from parts; older versions lack them.  The manifests were compared for the scorer.
+        skipped = ("time", "model", "verdicts") if not at else ("categories", "scorer")
         keys = [key for key in (*one, *(key for key in other if key not in one)) if key not in skipped]
         return [text for key in keys for text in differences(one.get(key), other.get(key), f"{at}/{key}")]
     return [] if one == other else [f"{at.removeprefix('/')}: {one} there, {other} here"]

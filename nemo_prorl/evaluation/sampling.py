@@ -50,20 +50,21 @@ def seed_of(run_seed: int, record: Mapping[str, Any], sample: int) -> int:
     return response_seed(run_seed, str(record["prompt"]), 0, sample)
 
 
-def plan(parts: Sequence[BenchmarkWork], source: ResponseSource) -> list[PromptWork]:
+def plan(parts: Sequence[BenchmarkWork], source: ResponseSource | None) -> list[PromptWork]:
     """Return each prompt with its missing samples and verdicts.  Raises DataError for a prompt without room to respond.
 
-    A verdict that the infrastructure failed to give counts as missing.
+    A verdict that the infrastructure failed to give counts as missing.  Without a source, no sample does.
     """
     prompts = []
     for benchmark, store, records in parts:
         for record in records:
-            source.check(record, benchmark.sampling)
+            if source is not None:
+                source.check(record, benchmark.sampling)
             prompt = PromptWork(store, benchmark.sampling, record)
             for sample in range(benchmark.sampling.samples):
                 verdict = store.verdicts.get((record["id"], sample))
                 if (record["id"], sample) not in store.lines:
-                    prompt.to_draw.append(sample)
+                    prompt.to_draw += [] if source is None else [sample]
                 elif verdict is None or verdict["score"] is None:
                     prompt.to_judge.append(sample)
             prompts.append(prompt)
@@ -71,20 +72,25 @@ def plan(parts: Sequence[BenchmarkWork], source: ResponseSource) -> list[PromptW
 
 
 async def sample_and_judge(
-    cfg: DictConfig, out: Path, parts: Sequence[BenchmarkWork], source: ResponseSource, seed: int, num_engines: int
+    cfg: DictConfig,
+    out: Path,
+    parts: Sequence[BenchmarkWork],
+    source: ResponseSource | None,
+    seed: int,
+    num_engines: int,
 ) -> "Work | None":
     """Sample and judge the responses that the stores lack; return the finished work, or None if they lack nothing.
 
     Args:
         cfg: settings of the services.
         out: folder for logs and endpoint files.
-        source: is closed at the end.
+        source: is closed at the end; None: judge stored responses only.
         num_engines: engines to start if anything has to be sampled; 0 for a model on a server.
     """
     try:
         prompts = plan(parts, source)
         to_draw, to_judge = sum(len(one.to_draw) for one in prompts), sum(len(one.to_judge) for one in prompts)
-        stored = sum(one.sampling.samples for one in prompts) - to_draw
+        stored = sum(len(one.store.lines) for one in parts)
         _log.info("%d responses are stored; %d to sample, %d to judge", stored, to_draw, to_judge)
         if not to_draw and not to_judge:
             return None
@@ -107,7 +113,8 @@ async def sample_and_judge(
             await services.watching(run())
             return work
     finally:
-        await source.close()
+        if source is not None:
+            await source.close()
 
 
 class Work:
@@ -116,9 +123,10 @@ class Work:
     A response is stored once it has ended, and a verdict once it is known; a kill loses only unfinished work.
     """
 
-    def __init__(self, source: ResponseSource, judge: Judge, run_seed: int) -> None:
-        self._source, self._judge, self._run_seed = source, judge, run_seed
-        self._room, self._turn = asyncio.Semaphore(source.max_concurrent), asyncio.Lock()
+    def __init__(self, source: ResponseSource | None, judge: Judge, run_seed: int) -> None:
+        self.source, self._judge, self._run_seed = source, judge, run_seed
+        self._room = asyncio.Semaphore(0 if source is None else source.max_concurrent)
+        self._turn = asyncio.Lock()
         self.drawn = self.tokens = self.judged = 0
         self.sampling_s = 0.0  # until the last response ended
         self.seconds = 0.0
@@ -143,8 +151,9 @@ class Work:
 
     async def _draw(self, prompt: PromptWork, group: asyncio.TaskGroup, began: float) -> None:
         seeds = [seed_of(self._run_seed, prompt.record, sample) for sample in prompt.to_draw]
+        assert self.source is not None
         open_responses = len(seeds)
-        held = min(open_responses, self._source.max_concurrent)
+        held = min(open_responses, self.source.max_concurrent)
         async with self._turn:  # prompts begin in order, each once there is room for all its responses
             for _ in range(held):
                 await self._room.acquire()
@@ -171,7 +180,7 @@ class Work:
             )
             group.create_task(self._judge_one(prompt, sample))
 
-        await self._source.generate(prompt.record, prompt.sampling, seeds, arrived)
+        await self.source.generate(prompt.record, prompt.sampling, seeds, arrived)
 
     async def _judge_one(self, prompt: PromptWork, sample: int) -> None:
         line = prompt.store.lines[prompt.record["id"], sample]
@@ -185,7 +194,7 @@ class Work:
         while True:
             await asyncio.sleep(_PROGRESS_EVERY_S)
             seconds = time.monotonic() - began
-            tokens = max(self.tokens, self._source.generated_tokens)
+            tokens = max(self.tokens, 0 if self.source is None else self.source.generated_tokens)
             # Short responses end first, so all tokens, over the finished responses, estimate the mean length.
             length = min(longest, tokens / max(1, self.drawn))
             left = max(0.0, to_draw * length - tokens) * seconds / max(1, tokens)

@@ -48,13 +48,27 @@ def read_json(path: Path) -> Any:
     return value
 
 
+def verdicts_folder(manifest: Mapping[str, Any]) -> str:
+    """Return the name of the folder of the verdicts that count; `manifest`: manifest.json or results.json."""
+    return str(manifest.get("verdicts", "verdicts"))
+
+
 class Store:
     """The stored prompts, responses and verdicts of one benchmark."""
 
-    def __init__(self, folder: Path, benchmark: str, writable: bool = True) -> None:
+    def __init__(self, folder: Path, benchmark: str, writable: bool = True, verdicts: str | None = None) -> None:
+        """Read the files of a benchmark.
+
+        Args:
+            folder: Folder of the evaluation.
+            benchmark: Name of the benchmark.
+            writable: Whether an incomplete last line is removed, and responses and verdicts may be added.
+            verdicts: Folder of the verdicts in `folder`; None: the one that manifest.json names.
+        """
+        verdicts = verdicts or verdicts_folder(files.read_object(folder / "manifest.json") or {})
         self._prompts = folder / "prompts" / f"{benchmark}.jsonl"
         self._samples = folder / "samples" / f"{benchmark}.jsonl"
-        self._verdicts = folder / "verdicts" / f"{benchmark}.jsonl"
+        self._verdicts = folder / verdicts / f"{benchmark}.jsonl"
         self._files: dict[Path, TextIO] = {}
         self.writable = writable
         self.lines: dict[Key, EvaluationSample] = {_key(line): line for line in self._read(self._samples)}

@@ -72,8 +72,8 @@ def make_initial_model(cfg: Any, run_dir: Path, train: "Sequence[LoadedSource]",
     folder = initial_model(cfg, run_dir)
     if cfg.pretrained_checkpoint.restore_from_path or folder.exists():
         return folder
-    if start is not None:
-        take_over_model(_model_of(start), folder)
+    if (source := model_to_copy(cfg, run_dir, start)) is not None:
+        take_over_model(source, folder)
         return folder
     from nemo_prorl.data.laptop.model import build_base_model
 
@@ -84,8 +84,17 @@ def make_initial_model(cfg: Any, run_dir: Path, train: "Sequence[LoadedSource]",
     return folder
 
 
-def _model_of(start: Origin) -> Path:
-    """Return the Hugging Face folder of the run from which a stage begins."""
+def model_to_copy(cfg: Any, run_dir: Path, start: Origin | None) -> Path | None:
+    """Return the Hugging Face folder that RUN/init is copied from; None if RUN/init exists, or needs no other folder.
+
+    Args:
+        start: as in `make_initial_model`.
+
+    Raises:
+        ConfigError: neither the checkpoint `start` nor its run contains a model folder.
+    """
+    if start is None or cfg.pretrained_checkpoint.restore_from_path or initial_model(cfg, run_dir).exists():
+        return None
     if (start.checkpoint / "hf").is_dir():
         return start.checkpoint / "hf"
     if start.run_dir is not None and (start.run_dir / "init").is_dir():

@@ -23,7 +23,8 @@ from nemo_prorl.lifecycle import retention
 from nemo_prorl.lifecycle.records import Records, code_sha256
 from nemo_prorl.lifecycle.resets import Resets
 from nemo_prorl.lifecycle.validation import Validation
-from nemo_prorl.rewards.functions import files_sha256
+from nemo_prorl.own_functions import sources
+from nemo_prorl.rewards.functions import places
 from nemo_prorl.schema import Sha256
 from nemo_prorl.tracing import RECORDER
 
@@ -89,8 +90,8 @@ class Checkpoints:
         self.saved: object = None  # key of the newest checkpoint
         code_sha256()  # hash of the running code: the files may change later
         grpo = self.cfg.trainer.grpo
-        own = {"loss": grpo.loss, "advantage": grpo.advantage}
-        self.functions = files_sha256({**self.cfg.rewards.functions, **own})
+        own = [*places(self.cfg.rewards.functions), grpo.loss, grpo.advantage]
+        self.functions = {name: value for place in own for name, value in sources(place).items()}
 
     # --- resume and start of a stage -----------------------------------------------------------------------------
 

@@ -6,8 +6,10 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
+from nemo_prorl.migration.names import table
 from nemo_prorl.migration.shell import UNREAD, Expression
 
 _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -41,7 +43,13 @@ def of_python(text: str, flags: Mapping[str, Any] | None = None) -> Iterator[tup
     Args:
         flags: {option without --: value} of the command line that starts the script.
     """
-    yield from _Script(ast.parse(text), dict(flags or {})).settings()
+    script = _Script(ast.parse(text), dict(flags or {}))
+    yield from script.settings()
+    if flags is None and script.is_parsed:
+        yield (
+            f"{UNREAD}the command line",
+            "the script takes its GRPOConfig from there: convert the command, or its YAML",
+        )
 
 
 class _Script:
@@ -60,6 +68,11 @@ class _Script:
         self.configs = self._configs()
         self.trainers = {name for name, value in self._bindings() if self._kind(value) == _TRAINER}
         self.configs |= {f"{name}.args" for name in self.trainers}
+
+    @property
+    def is_parsed(self) -> bool:
+        """Whether a parser of the script fills a GRPOConfig from the command line."""
+        return bool(self._parsed_classes())
 
     def settings(self) -> Iterator[tuple[str, Any]]:
         found: dict[str, Any] = {}
@@ -190,10 +203,15 @@ class _Script:
             known = key.startswith(UNREAD) or self._is_certain(node) or value == before
             yield key, value if known else Expression(f"{before} or {value}")
 
+    def _is_setting(self, target: ast.Attribute) -> bool:
+        """Return whether an attribute belongs to a configuration, of a known name or by its own name."""
+        base = ast.unparse(target.value)
+        return base in self.configs or (target.attr in _settings_of_trl() and base.partition(".")[0] != "self")
+
     def _of_assignment(self, node: ast.AST, found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         for target in targets:
-            if not isinstance(target, ast.Attribute) or ast.unparse(target.value) not in self.configs:
+            if not isinstance(target, ast.Attribute) or not self._is_setting(target):
                 continue
             if isinstance(node, ast.AugAssign):
                 before = found.get(target.attr, Expression("the default"))
@@ -234,6 +252,13 @@ class _Script:
             if isinstance(node, _BRANCHES) and "__name__" not in ast.unparse(getattr(node, "test", ast.Constant(0))):
                 return False
         return True
+
+
+@cache
+def _settings_of_trl() -> set[str]:
+    """Return the names that only a configuration has, so that an attribute of this name is a setting."""
+    parts = (table("trl")[part] for part in ("keys", "derived", "defaults", "neutral"))
+    return {key for part in parts for key in part} - {"model"}
 
 
 class _Fold(ast.NodeTransformer):
@@ -417,6 +442,17 @@ class _Fold(ast.NodeTransformer):
             if name.endswith(".from_pretrained") and name.startswith("AutoModel") and node.args:
                 return _literal(self.value(node.args[0]), node)
         return node
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
+        self.generic_visit(node)
+        match node:
+            case ast.UnaryOp(ast.USub(), ast.Constant(int() | float() as number)):
+                return ast.Constant(-number)
+        return node
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
+        self.generic_visit(node)
+        return (node.body if node.test.value else node.orelse) if isinstance(node.test, ast.Constant) else node
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
         self.generic_visit(node)

@@ -11,15 +11,17 @@ from omegaconf import DictConfig
 
 from nemo_prorl.algorithms.schedule import warmup_steps
 from nemo_prorl.config import Config, num_data_ranks, responses_per_step
+from nemo_prorl.config_changes import FORKED, changes
 from nemo_prorl.data.prepared import missing_files, task_of
-from nemo_prorl.lifecycle.base_model import warms_up
+from nemo_prorl.lifecycle.base_model import model_to_copy, warms_up
 from nemo_prorl.lifecycle.retention import complete, read_state, step_of
 from nemo_prorl.lifecycle.stages import origin
 from nemo_prorl.lifecycle.tolerances import engine_gap_alarm, kl_after_reset
-from nemo_prorl.planning import time_limit
+from nemo_prorl.planning import algorithm, time_limit
 from nemo_prorl.planning.columns import columns
 from nemo_prorl.planning.plan import NAMES, PAPER_GPU_HOURS, RESET_BY, Chain, PlannedStage, careful_seconds
 from nemo_prorl.planning.prompts import prompt_form
+from nemo_prorl.settings import read_config
 from nemo_prorl.sizing import roofline
 from nemo_prorl.sizing.cores import Cores, engine_threads
 from nemo_prorl.sizing.memory import (
@@ -38,13 +40,14 @@ from nemo_prorl.sizing.widths import most_shapes, width_multiple
 
 
 def plan(cfg: DictConfig, chain: Chain, lengths: str = "not checked") -> str:
-    """Return four tables as text: the run, the stages of the recipe's chain, the sources of numbers, and memory.
+    """Return five tables as text: run, algorithm, stages of the recipe's chain, sources of numbers, and memory.
 
     Args:
         lengths: the lengths of the prompts, as text.
     """
     parts = (
         columns(run_rows(cfg, lengths).items()),
+        columns(algorithm.rows(cfg)),
         _stage_table(chain),
         columns(_sources(cfg, chain).items()),
         columns(_memory(cfg, chain).items()),
@@ -71,7 +74,7 @@ def run_rows(cfg: DictConfig, lengths: str = "not checked") -> dict[str, str]:
         "seed": f"{cfg.seed}{' (deterministic)' if cfg.deterministic else ''}",
         "policy": f"{model.num_layers} layers x {model.hidden_size}, {model.num_attention_heads} heads,"
         f" {model.num_query_groups} query groups, {millions:.1f} million parameters without the vocabulary",
-        "first weights": _first_weights(cfg),
+        **_first_weights(cfg),
         "machines": f"{trainer.num_nodes} x {trainer.devices} {trainer.accelerator}, precision {trainer.precision}",
         **_cores(cfg),
         "parallel layout": f"TP {tp} x PP {pp} x DP {num_data_ranks(cfg)}",
@@ -89,13 +92,8 @@ def run_rows(cfg: DictConfig, lengths: str = "not checked") -> dict[str, str]:
         f" {grpo.updates_per_step} updates of {responses // grpo.updates_per_step}, lr {_rate(cfg)}",
         "micro-batches": _micro_batches(cfg),
         "context": f"{grpo.context_tokens} tokens, temperature {grpo.temperature:g}",
-        "loss": f"{grpo.advantage}, {grpo.aggregation}, {grpo.loss} {grpo.clip_low:g}/{grpo.clip_high:g},"
-        f" KL {grpo.kl_coef:g} ({grpo.kl_estimator}), correction {grpo.correction.kind}",
         "differences": f"policy to reference after a reset {kl_after_reset(cfg):g} per token; alarm if engine and"
         f" trainer differ by more than {engine_gap_alarm(cfg):g}",
-        "dynamic sampling": f"at most {grpo.dynamic_sampling.max_draw_factor:g} x the prompts"
-        if grpo.dynamic_sampling.enabled
-        else "off",
         "hard resets": _resets(trainer.resets, grpo.max_steps),
         "checkpoints": f"every {grpo.checkpoint_every} steps, {grpo.keep_checkpoints} kept",
         "validation": f"every {grpo.validate_every} steps, {grpo.validation_samples} responses per prompt, temperature"
@@ -109,19 +107,30 @@ def run_rows(cfg: DictConfig, lengths: str = "not checked") -> dict[str, str]:
     }
 
 
-def _first_weights(cfg: DictConfig) -> str:
-    """Return in words where the weights of the first step come from.  Raises ConfigError like `prorl train`."""
+def _first_weights(cfg: DictConfig) -> dict[str, str]:
+    """Return in words where the weights of the first step come from, and how a fork differs from the run before it.
+
+    Raises ConfigError like `prorl train`.
+    """
     run_dir, given = Path(cfg.run_dir), cfg.chain.start_from
     if own := complete(run_dir / "checkpoints"):
-        return f"this run's own: it continues after step {step_of(own[-1])}"
+        return {"first weights": f"this run's own: it continues after step {step_of(own[-1])}"}
     reset = "with a hard reset at step 0" if cfg.chain.hard_reset else "with its reference and optimizer"
     if given is None and cfg.chain.after is not None:
         which = "best" if cfg.trainer.resets.roll_back else "last"
-        return f"starts from the {which} checkpoint of {run_dir.parent / cfg.chain.after}, {reset}"
+        text = f"starts from the {which} checkpoint of {run_dir.parent / cfg.chain.after}, {reset}"
+        return {"first weights": text}
     if (start := origin(cast(Config, cfg), run_dir)) is not None:
+        model_to_copy(cfg, run_dir, start)
         step = read_state(start.checkpoint)["step"]
-        return f"starts from {start.run_dir or start.checkpoint}, step {step}, {reset}"
-    return cfg.pretrained_checkpoint.restore_from_path or "random, with a tokenizer made for the data"
+        text = f"starts from {start.run_dir or start.checkpoint}, step {step}, {reset}"
+        if start.run_dir is None:
+            return {"first weights": text}
+        found = changes(read_config(start.run_dir / "config.yaml"), cfg, FORKED)
+        return {"first weights": text, "unlike that run": found or "nothing"}
+    return {
+        "first weights": cfg.pretrained_checkpoint.restore_from_path or "random, with a tokenizer made for the data"
+    }
 
 
 def _resets(resets: DictConfig, steps: int) -> str:
@@ -228,6 +237,9 @@ def _stage_table(chain: Chain) -> str:
     head += [*(["--time"] if limits else []), "memory", "changes"]
     rows = [head]
     for stage in chain.stages:
+        if stage.refused:
+            rows.append(["", stage.name, *["-"] * (len(head) - 3), f"refused: {stage.refused.splitlines()[0]}"])
+            continue
         mark = ">" if stage.chosen else ""
         numbers = (stage.steps, stage.responses, stage.tokens_at_most, stage.tokens_estimated, stage.device_hours)
         limit = f"{stage.starts} x {stage.sbatch_time}" if (stage.starts or 1) > 1 else stage.sbatch_time

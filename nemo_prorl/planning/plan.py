@@ -8,6 +8,7 @@ gives or that a run of the same model on the same kind of machine measured.  Wit
 lengths, and estimates hours from the peaks of an H100 (`sizing.roofline`); its `Rates` say so.
 """
 
+import logging
 import math
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl import settings
 from nemo_prorl.config import responses_per_step
+from nemo_prorl.config_changes import leaves
 from nemo_prorl.errors import ConfigError, DataError
 from nemo_prorl.planning import time_limit
 from nemo_prorl.planning.replay import read_lines
@@ -25,6 +27,8 @@ from nemo_prorl.sizing.memory import Memory, device_bytes, memory_of, vocabulary
 from nemo_prorl.sizing.memory_check import check_memory
 from nemo_prorl.sizing.phases import phase_bytes
 from nemo_prorl.sizing.roofline import DRAWN, MEAN_SHARE, StepTime, longest_response, step_time
+
+_log = logging.getLogger(__name__)
 
 PAPER_GPU_HOURS = 16_000  # GPU hours of the whole chain, on 4 x 8 H100 with 80 GB (arXiv 2507.12507)
 GROUP = "stage"
@@ -110,6 +114,7 @@ class PlannedStage:
     sbatch_time: str | None = None  # --time of the stage's job; None on a CPU
     starts: int | None = None  # starts that a job with this limit needs
     memory_needed: int = 0  # bytes per GPU
+    refused: str | None = None  # why `prorl train` would refuse this stage, which is not the chosen one
 
 
 @dataclass(frozen=True)
@@ -232,7 +237,9 @@ def plan_chain(cfg: DictConfig, overrides: list[str], rates: Rates, config_file:
     In two cases the plan has only one line, for the run `cfg`: no stage is chosen (stage=none), or `cfg` was read from
     `config_file` or from a run directory, not from conf/.
 
-    Raises ConfigError: the chosen run, or a stage of its chain, is refused or does not fit the memory.
+    Another stage of the chain that would be refused has only this reason in its line, and the totals are unknown.
+
+    Raises ConfigError: the chosen run is refused or does not fit the memory.
     """
     stages, note = [_stage(cfg, None, chosen=True, rates=rates)], None
     if cfg.stage == "none":
@@ -261,9 +268,11 @@ def _stages(cfg: DictConfig, overrides: list[str], rates: Rates) -> list[Planned
     for name in (option for option in settings.group_options(cfg.config_dir)[GROUP] if option != "none"):
         try:
             now = cfg if name == cfg.stage else settings.load([*others, f"{GROUP}={name}"])
-            stages.append(_stage(now, before, chosen=name == cfg.stage, rates=rates))
         except ConfigError as error:
-            raise ConfigError(f"stage {name} of the same chain: {error}") from error
+            stages.append(PlannedStage(name, chosen=False, refused=str(error)))
+            _log.warning("stage %s of the same chain would be refused: %s", name, error)
+            continue
+        stages.append(_stage(now, before, chosen=name == cfg.stage, rates=rates))
         before = now
     return stages
 
@@ -312,10 +321,10 @@ def _changes(before: DictConfig | None, now: DictConfig) -> dict[str, Any]:
 
     For the first stage (`before` is None), return the values of all keys of `NAMES`, such as context and penalty.
     """
-    new = dict(settings.leaves(OmegaConf.to_container(now, resolve=True), into_lists=False))
+    new = dict(leaves(OmegaConf.to_container(now, resolve=True), into_lists=False))
     if before is None:
         return {key: new.get(key) for key in NAMES}
-    old = dict(settings.leaves(OmegaConf.to_container(before, resolve=True), into_lists=False))
+    old = dict(leaves(OmegaConf.to_container(before, resolve=True), into_lists=False))
     keys = [*NAMES, *sorted((old.keys() | new.keys()) - NAMES.keys())]
     return {key: new.get(key) for key in keys if old.get(key) != new.get(key) and not key.startswith(NO_CHANGE)}
 
@@ -324,7 +333,7 @@ def _totals(stages: list[PlannedStage]) -> dict[str, float | None]:
     """Return {field of `PlannedStage`: sum over the stages}; a sum is None if the number of a stage is unknown."""
     totals: dict[str, float | None] = {}
     for name in ("steps", "responses", "tokens_at_most", "tokens_estimated", "device_hours"):
-        values = [getattr(stage, name) for stage in stages]
+        values: list[Any] = [None if stage.refused else getattr(stage, name) for stage in stages]
         totals[name] = None if None in values else sum(values)
     return totals
 

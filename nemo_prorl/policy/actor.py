@@ -332,8 +332,8 @@ class Actor:
         nonfinite = sums.get("nonfinite", 0.0)  # an infinite log-probability can hide behind the ratio's clamp
         if nonfinite or not math.isfinite(sums["loss"]) or not math.isfinite(grad_norm):
             raise NonFiniteUpdate(
-                f"the update was skipped: expected finite values; got loss {sums['loss']}, gradient norm {grad_norm},"
-                f" {nonfinite:.0f} log-probabilities that are not finite"
+                f"expected finite values; got loss {sums['loss']}, gradient norm {grad_norm}, {nonfinite:.0f}"
+                " log-probabilities that are not finite"
             )
         for leaf in self._leaf_optimizers():
             if leaf.config.clip_grad > 0:

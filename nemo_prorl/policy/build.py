@@ -124,5 +124,7 @@ def _build(nemo_cfg: DictConfig, cfg: DictConfig, hf: dict[str, Any]) -> Built:
     optimizer, _ = script.extract_optimizer_scheduler_from_ptl_model(model)
     grpo = cfg.trainer.grpo
     chunk = (grpo.logprob_chunk_tokens, grpo.logprob_chunk_words)
-    actor = Actor(model, optimizer, grpo.temperature, hf, chunk, grpo.float32_head)
+    actor = Actor(
+        model, optimizer, temperature=grpo.temperature, hf_config=hf, chunk=chunk, float32_head=grpo.float32_head
+    )
     return Built(actor, trainer)

@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
+from nemo_prorl.config_changes import leaves
 from nemo_prorl.files import shortened
 from nemo_prorl.lifecycle.bottleneck import bottleneck
 from nemo_prorl.lifecycle.stages import begun_from
@@ -12,7 +13,6 @@ from nemo_prorl.report.read import Curve, RunRecord, number, part_of, step_of
 from nemo_prorl.report.samples import cut
 from nemo_prorl.report.series import keys_of, rounded
 from nemo_prorl.rewards.canaries import interval
-from nemo_prorl.settings import leaves
 
 _EVENTS = 1000  # events on the page: first the alarms and resets that fit, then the newest
 _TEXT = 1000

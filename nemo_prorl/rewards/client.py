@@ -223,7 +223,9 @@ class RewardClient:
         loop = asyncio.get_running_loop()
         key = next(self._keys)
         body = json.dumps({**request, "key": key}).encode()
-        waiting = _Waiting(request["id"], key, body, deadline, loop.create_future(), str(request.get("task")))
+        waiting = _Waiting(
+            request["id"], key, body=body, deadline=deadline, future=loop.create_future(), task=str(request.get("task"))
+        )
         if self._bundle and self._bundle_bytes + len(body) > self.options.batch_bytes:
             self._send_bundle()
         self._bundle.append(waiting)

@@ -4,15 +4,18 @@ Imports the modules of plugins, but not the heavy packages that plugins import i
 """
 
 import dataclasses
+import hashlib
 import importlib.metadata
 import logging
+import sys
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from nemo_prorl.errors import ConfigError
-from nemo_prorl.rewards.functions import function_plugin, name_of
+from nemo_prorl.rewards.functions import function_plugin, identity, is_function, name_of
 from nemo_prorl.rewards.interface import ENTRY_POINT_GROUP, RewardPlugin
 
 _log = logging.getLogger(__name__)
@@ -154,6 +157,23 @@ def discover(
         own = function_plugin(name_of(task, place))
         plugins[own.name] = own
     return Registry(plugins, broken)
+
+
+def scorer_of(plugin: type[RewardPlugin]) -> str:
+    """Return a text that changes when the code of a plugin changes, as the manifest of an evaluation records it.
+
+    For the user's functions, it is the sha256 of their files with their names; otherwise `plugin NAME SHA256`, over the
+    Python files of the plugin's top-level package.
+    """
+    if is_function(plugin.name):
+        return identity(plugin.name.partition("=")[2])
+    top = sys.modules[plugin.__module__.partition(".")[0]]
+    file = Path(top.__file__ or sys.modules[plugin.__module__].__file__ or "")
+    files = sorted(file.parent.rglob("*.py")) if file.name == "__init__.py" else [file]
+    digest = hashlib.sha256()
+    for one in files:
+        digest.update(f"{one.relative_to(file.parent)} {hashlib.sha256(one.read_bytes()).hexdigest()}\n".encode())
+    return f"plugin {plugin.name} {digest.hexdigest()}"
 
 
 def make_plugin(plugin: type[RewardPlugin], settings: dict[str, Any] | None = None) -> RewardPlugin:

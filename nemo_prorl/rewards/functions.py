@@ -12,7 +12,6 @@ time budget of a plugin.  Several functions with weights give their weighted mea
     rewards.functions.units=units.py:score*0.9 + units.py:short*0.1
 """
 
-import hashlib
 import inspect
 import math
 import os
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_prorl.errors import ConfigError
-from nemo_prorl.own_functions import MODULE, function_in, module_of
+from nemo_prorl.own_functions import MODULE, function_in, module_of, sha256
 from nemo_prorl.rewards.interface import RewardPlugin, RewardRequest, RewardResult, WrongValue, no_answer
 
 _PARAMETERS = 3  # prompt, response, truth
@@ -67,18 +66,22 @@ def place_of(function: Callable[..., Any], key: str) -> str:
     raise ConfigError(f"{key}={name}: {fault}. Worker processes import the function's file. Fix: {fix}")
 
 
-def files_sha256(functions: Mapping[str, str]) -> dict[str, str]:
-    """Return {file: sha256} of the files in `rewards.functions`; missing files are left out."""
+def places(functions: Mapping[str, str]) -> list[str]:
+    """Return FILE.py:FUNCTION of each function in `rewards.functions`."""
     matches = [_FUNCTION.fullmatch(one.strip()) for place in functions.values() for one in place.split(_AND)]
-    files = {Path(match["file"]).absolute() for match in matches if match is not None}
-    return {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(files) if file.is_file()}
+    return [f"{match['file']}:{match['function']}" for match in matches if match is not None]
+
+
+def files_of(place: str) -> list[Path]:
+    """Return the files in the value of `rewards.functions.TASK`; another value has none."""
+    return [Path(one.rpartition(":")[0]).absolute() for one in places({"": place})]
 
 
 def identity(place: str) -> str:
-    """Return the value of `rewards.functions.TASK` with the sha256 of each file instead of its path."""
+    """Return the value of `rewards.functions.TASK` with `own_functions.sha256` of each function instead of its path."""
     matches = [_FUNCTION.fullmatch(one.strip()) for one in place.split(_AND)]
-    parts = [(Path(match["file"]), match[0].removeprefix(match["file"])) for match in matches if match is not None]
-    return _AND.join(hashlib.sha256(file.read_bytes()).hexdigest() + function for file, function in parts)
+    parts = [(match["file"], match[0].removeprefix(match["file"])) for match in matches if match is not None]
+    return _AND.join(sha256(f"{file}:_") + function for file, function in parts)
 
 
 def name_of(task: str, place: str) -> str:

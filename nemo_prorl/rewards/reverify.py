@@ -156,7 +156,7 @@ async def _judge_all(
         await service.start()
         async for stored, new in service.in_order(read_all(files), lambda stored: stored.request, workers):
             changed = differs(stored.verdict, new)
-            summary.add(stored, new, changed)
+            summary.add(stored.request.task, stored.verdict, new, changed)
             if changed:
                 sys.stdout.write(printable(_change_line(stored, new)) + "\n")
             if out is not None and (changed or not only_changed):
@@ -212,12 +212,12 @@ class Summary:
     def __init__(self) -> None:
         self._counts: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
 
-    def add(self, stored: Stored, new: Verdict, changed: bool) -> None:
-        """Count one response as "changed" or "same".
+    def add(self, task: str, old: Verdict, new: Verdict, changed: bool) -> None:
+        """Count one response of a task as "changed" or "same".
 
         A "same" response also counts as "reworded" if the detail of its new verdict differs from the old detail.
         """
-        old, counts = stored.verdict, self._counts[stored.request.task]
+        counts = self._counts[task]
         counts["changed" if changed else "same"] += 1
         counts["reworded"] += not changed and old["detail"] != new["detail"]
         counts["newly failed"] += old["failure"] is None and new["failure"] is not None

@@ -69,7 +69,15 @@ def plan_pools(
     for name, count in shares.items():
         budget = make_plugin(classes[name], settings.get(name)).time_budget_s
         own = dict(settings.get(name, {}))
-        spec = PoolSpec(name, own, count, budget, max_queue, memory_mb, unsafe_no_sandbox=unsafe_no_sandbox)
+        spec = PoolSpec(
+            name,
+            own,
+            workers=count,
+            budget_s=budget,
+            max_queue=max_queue,
+            memory_mb=memory_mb,
+            unsafe_no_sandbox=unsafe_no_sandbox,
+        )
         specs.append(replace(spec, sandboxed=classes[name].needs_sandbox))
     if not on_demand and any(plugin.needs_sandbox for plugin in classes.values()):
         check_sandbox(unsafe_no_sandbox)

@@ -86,7 +86,7 @@ def held(
                 names = [f"model.embed_tokens.{kind}"]  # a tied head
             if not all(part in shapes for part in names):
                 continue
-            for reading in _readings(module, kind, shapes[names[0]], version, dtype, rank):
+            for reading in _readings(module, kind, shape=shapes[names[0]], version=version, dtype=dtype, rank=rank):
                 sizes = {part: shapes[part][0] for part in names}
                 parts = _parts(module, sizes, len(reading.product_R), rank, version)
                 yield names, *_checksum(reading, parts, version)
@@ -112,7 +112,9 @@ def _readings(
         outputs = module.cpu_linear(inputs, module.weight, None)
         limits = torch.finfo(tensor.dtype)
         product_R, value_RC = outputs[-1].double(), outputs[:-1].T.to(dtype)
-        yield _Reading(value_RC, column_C, product_R, shape[1], limits.eps / 2, limits.tiny)
+        yield _Reading(
+            value_RC, column_C, product_R=product_R, width=shape[1], rounding=limits.eps / 2, smallest=limits.tiny
+        )
 
 
 def _read(matrix: Tensor, first: int, width: int, version: int, dtype: torch.dtype) -> _Reading:

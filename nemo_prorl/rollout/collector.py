@@ -135,12 +135,12 @@ class Collector:
         work = _Work(
             step,
             version,
-            grpo.samples_per_prompt,
-            grpo.temperature,
-            1.0,
-            self._deadline("the rollout", step),
-            self._clock,
-            second := self._second_verdicts(),
+            samples=grpo.samples_per_prompt,
+            temperature=grpo.temperature,
+            top_p=1.0,
+            deadline=self._deadline("the rollout", step),
+            clock=self._clock,
+            second=(second := self._second_verdicts()),
         )
         fresh = [group for group in self._surplus if is_fresh(group.version, step, dynamic.max_staleness)]
         batch = CollectedBatch(step, version, needed, stale=len(self._surplus) - len(fresh))
@@ -297,7 +297,15 @@ class Collector:
 
         Validation uses this method.  The weights after `step` must be published; they generate the responses.
         """
-        work = _Work(step, step, samples, temperature, top_p, self._deadline("validation", step), WaitClock())
+        work = _Work(
+            step,
+            step,
+            samples=samples,
+            temperature=temperature,
+            top_p=top_p,
+            deadline=self._deadline("validation", step),
+            clock=WaitClock(),
+        )
         return self._background.run(self._sample(prompts, work))
 
     async def _sample(self, prompts: Sequence[PromptDraw], work: "_Work") -> list[Group]:

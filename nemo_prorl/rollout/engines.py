@@ -213,7 +213,12 @@ class EnginePool:
                 self.load.answered(slot.name)
             wanted = [seeds[i] for i in share.indexes]
             stream = slot.client.generate(
-                prompt_ids, wanted, sampling, version, slot.progressed, self.load.kv_cache_used
+                prompt_ids,
+                wanted,
+                sampling,
+                version,
+                on_tokens=slot.progressed,
+                on_kv_cache_use=self.load.kv_cache_used,
             )
             async with contextlib.aclosing(stream) as replies:
                 async for reply in replies:

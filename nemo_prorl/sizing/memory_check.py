@@ -2,7 +2,8 @@
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -11,8 +12,9 @@ from nemo_prorl.config import num_ranks
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.sizing.memory import GB, Memory, device_source, memory_of, micro_batch_tokens, micro_batch_words
 from nemo_prorl.sizing.phases import allocations, phase_bytes
+from nemo_prorl.sizing.roofline import DRAWN, MEAN_SHARE, longest_response, step_time
 
-_ENOUGH = 3  # pairs of changes that an error names
+_ENOUGH = 3  # changes that an error names
 
 
 def check_memory(
@@ -76,44 +78,67 @@ def _parts(memory: Memory) -> dict[str, int]:
     return {part.name: part.bytes for part in allocations(memory) if fullest in part.phases}
 
 
-def _what_fits(cfgs: Sequence[DictConfig], device_bytes: float) -> list[str]:
-    """Return changes that each make all of `cfgs` fit, as text with the GB needed after the change.
+@dataclass(frozen=True)
+class _Fit:
+    """A change with which a run fits: the GB that it needs, the sequences that fit the KV cache, the estimated time."""
 
-    Pairs of changes are tried if no single change helps.
+    change: dict[str, Any]
+    needed: int  # bytes
+    sequences: int  # that fill the context, in the KV cache of one engine
+    seconds: float  # of a step of each stage together
+    roomy: bool  # the KV cache is as configured, or holds a group of such sequences
+
+    def __str__(self) -> str:
+        words = " ".join(f"{key}={'null' if value is None else value}" for key, value in self.change.items())
+        plural = "" if self.sequences == 1 else "s"
+        return f"{words} (needs {self.needed / GB:.1f} GB, room for {self.sequences} full sequence{plural})"
+
+
+def _what_fits(cfgs: Sequence[DictConfig], device_bytes: float) -> list[str]:
+    """Return changes that each make all of `cfgs` fit, as text, those with the shortest estimated steps first.
+
+    A change should leave each engine the KV cache of a group of full sequences, because with fewer a rollout takes
+    many times as long.  Pairs of changes are tried if no single change does so, and then what barely fits.
 
     Args:
         cfgs: the refused run, and the stages of its chain.
     """
     cfgs = sorted(cfgs, key=lambda cfg: memory_of(cfg).needed, reverse=True)  # the hardest first, which ends most tries
     singles = _changes(cfgs[0], max(cfg.trainer.grpo.context_tokens for cfg in cfgs))
-    pairs = (a | b for a, b in itertools.combinations(singles, 2) if a.keys().isdisjoint(b))
-    found = list(_fitting(cfgs, singles, device_bytes))
-    return found or list(itertools.islice(_fitting(cfgs, pairs, device_bytes), _ENOUGH))
+    pairs = [a | b for a, b in itertools.combinations(singles, 2) if a.keys().isdisjoint(b)]
+    barely: list[_Fit] = []
+    for changes in (singles, pairs):
+        found = [fit for change in changes if (fit := _fit(cfgs, change, device_bytes)) is not None]
+        if roomy := [fit for fit in found if fit.roomy]:
+            return _cheapest(roomy)
+        barely = barely or found
+    return _cheapest(barely)
 
 
-def _fitting(cfgs: Sequence[DictConfig], changes: Iterable[dict[str, Any]], device_bytes: float) -> Iterator[str]:
-    """Yield, as text, those of `changes` that make all of `cfgs` fit; of several values of the same keys the first."""
-    seen = set()
-    for change in changes:
-        if (keys := tuple(change)) in seen or (needed := _needed(cfgs, change, device_bytes)) is None:
-            continue
-        seen.add(keys)
-        words = " ".join(f"{key}={'null' if value is None else value}" for key, value in change.items())
-        yield f"{words} (needs {needed / GB:.1f} GB)"
+def _cheapest(found: Sequence[_Fit]) -> list[str]:
+    """Return the first changes by time, as text; of equal times those listed first, of the same keys the first only."""
+    by_keys = {tuple(fit.change): fit for fit in reversed(found)}
+    mildest = [fit for fit in found if by_keys[tuple(fit.change)] is fit]
+    return [str(fit) for fit in sorted(mildest, key=lambda fit: float(f"{fit.seconds:.2g}"))[:_ENOUGH]]
 
 
-def _needed(cfgs: Sequence[DictConfig], change: dict[str, Any], device_bytes: float) -> int | None:
-    """Return the most bytes that one of `cfgs` needs with the change; None if one would still be refused."""
-    most = 0
+def _fit(cfgs: Sequence[DictConfig], change: dict[str, Any], device_bytes: float) -> _Fit | None:
+    """Return the most that one of `cfgs` needs with the change; None if one would still be refused."""
+    needed, sequences, seconds, roomy = 0, [], 0.0, True
     for cfg in cfgs:
         changed = copy.deepcopy(cfg)
         for key, value in change.items():
             OmegaConf.update(changed, key, value, force_add=True)
         memory = memory_of(changed)
-        most = max(most, memory.needed)
-        if most > device_bytes or (memory.kv_configured is not None and memory.kv_configured < memory.kv_sequence):
+        room = memory.sequences(device_bytes)
+        if memory.needed > device_bytes or not room:
             return None
-    return most
+        wanted = min(cfg.trainer.grpo.samples_per_prompt, cfg.rollout.max_num_seqs)
+        roomy = roomy and (memory.kv_configured is not None or room >= wanted)
+        needed = max(needed, memory.needed)
+        sequences.append(room)
+        seconds += step_time(changed, memory, device_bytes, MEAN_SHARE * longest_response(cfg), DRAWN).seconds
+    return _Fit(change, needed, min(sequences), seconds, roomy)
 
 
 def _changes(cfg: DictConfig, longest: int) -> list[dict[str, Any]]:

@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -11,8 +10,7 @@ import torch
 from torch import Tensor
 
 from nemo_prorl.algorithms.losses import denominator_terms, grpo_loss, kl_estimate
-from nemo_prorl.algorithms.objectives import OBJECTIVES, clipped_surrogate, token_ratio
-from nemo_prorl.algorithms.properties import LOSS_CHECKS, failures
+from nemo_prorl.algorithms.objectives import clipped_surrogate, token_ratio
 from nemo_prorl.config import GRPOConfig
 from tests.algorithms.choices import choices
 
@@ -416,82 +414,3 @@ def test_the_gradients_of_kl_estimates_as_losses() -> None:
     for estimator, right in (("k1", 0 * logits.detach()), ("k2", gradient(forward)), ("k3", gradient(backward))):
         found = gradient((logp.detach().exp() * kl_estimate(logp, logq, estimator)).sum())
         torch.testing.assert_close(found, right, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("loss", OBJECTIVES.names)
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_each_loss_has_the_properties_that_training_relies_on(loss: str, aggregation: str) -> None:
-    assert choices("loss") == OBJECTIVES.names
-    assert list(failures("loss", loss, GRPOConfig(aggregation=aggregation))) == []
-
-
-FAULTY = """
-from nemo_prorl.algorithms.objectives import token_ratio
-
-def by_width(logp_BT, old_logp_BT, advantage_BT, mask_BT, config):
-    return token_ratio(logp_BT, old_logp_BT) * advantage_BT / mask_BT.shape[1]
-
-def by_batch(logp_BT, old_logp_BT, advantage_BT, mask_BT, config):
-    return token_ratio(logp_BT, old_logp_BT) * (advantage_BT - advantage_BT.mean())
-
-def by_place(logp_BT, old_logp_BT, advantage_BT, mask_BT, config):
-    return token_ratio(logp_BT, old_logp_BT).cumsum(0) * advantage_BT
-
-def against(logp_BT, old_logp_BT, advantage_BT, mask_BT, config):
-    return -token_ratio(logp_BT, old_logp_BT) * advantage_BT
-
-def unbounded(logp_BT, old_logp_BT, advantage_BT, mask_BT, config):
-    return (logp_BT - old_logp_BT).exp() * advantage_BT
-
-def coarse(logp_BT, old_logp_BT, advantage_BT, mask_BT, config):
-    return token_ratio(logp_BT + 1e5, old_logp_BT + 1e5) * advantage_BT
-
-def pushing(logp_BT, old_logp_BT, advantage_BT, mask_BT, config):
-    return token_ratio(logp_BT, old_logp_BT) * advantage_BT + logp_BT
-
-def narrow(logp_BT, old_logp_BT, advantage_BT, mask_BT, config):
-    return (token_ratio(logp_BT, old_logp_BT) * advantage_BT).sum(1, keepdim=True)
-
-def raising(logp_BT, old_logp_BT, advantage_BT, mask_BT, config):
-    raise KeyError("on purpose")
-
-def centred(centred_GN, reward_GN, valid_GN):
-    return -centred_GN
-
-def first(centred_GN, reward_GN, valid_GN):
-    return centred_GN - centred_GN[:, :1]
-
-def counted(centred_GN, reward_GN, valid_GN):
-    return reward_GN - reward_GN.mean(1, keepdim=True)
-
-def misspelt(logp_BT, old_logp_BT, advantage_BT, mask_BT, config):
-    return logp_BT * advantage_BT * config.clip_hihg
-
-def single(centred_GN, reward_GN, valid_GN):
-    return centred_GN[:, :1]
-"""
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "caught"),
-    [
-        ("loss", "by_width", {"padding"}),
-        ("loss", "by_batch", {"micro_batches", "padding", "direction"}),
-        ("loss", "by_place", {"micro_batches", "order"}),
-        ("loss", "against", {"direction"}),
-        ("loss", "unbounded", {"extremes"}),
-        ("loss", "coarse", {"float64"}),
-        ("loss", "pushing", {"no_advantage"}),
-        ("loss", "narrow", {check.__name__ for check in LOSS_CHECKS}),
-        ("loss", "raising", {check.__name__ for check in LOSS_CHECKS}),
-        ("advantage", "centred", {"better"}),
-        ("advantage", "first", {"exchange"}),
-        ("loss", "misspelt", {check.__name__ for check in LOSS_CHECKS}),
-        ("advantage", "counted", {"missing"}),
-        ("advantage", "single", {"finite", "exchange", "better"}),
-    ],
-)
-def test_a_function_without_a_property_is_caught(kind: str, name: str, caught: set[str], tmp_path: Path) -> None:
-    (tmp_path / "faulty.py").write_text(FAULTY)
-    found = {fault.partition(":")[0] for fault in failures(kind, f"{tmp_path}/faulty.py:{name}", GRPOConfig())}
-    assert caught <= found

@@ -36,6 +36,12 @@ def prepare(*words: object) -> int:
         return int(end.code or 0)
 
 
+def made_anew(out: Path) -> Path:
+    """The folder, in which a preparation may now replace one that was made with other options."""
+    (out / "manifest.json").unlink(missing_ok=True)
+    return out
+
+
 def refused(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, code: int, *words: object) -> str:
     """What a preparation that must fail says."""
     caplog.clear()

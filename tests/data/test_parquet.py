@@ -20,6 +20,7 @@ def test_parquet_holds_the_same_records(tmp_path: Path) -> None:
     lines, rows = read_records(tmp_path / "jsonl" / "train.jsonl"), read_records(tmp_path / "parquet" / "train.parquet")
     assert lines == rows
     assert tables.has_messages(tmp_path / "parquet" / "train.parquet")
+    (tmp_path / "parquet" / "manifest.json").unlink()  # or the other options are refused
     assert prepare("math", "--from", file, "--out", tmp_path / "parquet", "--prompt", "text", "--check", 0) == 0
     assert not (tmp_path / "parquet" / "train.parquet").exists()  # the form before is no part of the folder now
     texts: Any = [{**one, "prompt": one["prompt"][0]["content"]} for one in lines]

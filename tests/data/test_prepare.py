@@ -24,7 +24,7 @@ from nemo_prorl.data.prepare import answers, output, puzzles, sources
 from nemo_prorl.data.prepare.filters import Contamination
 from nemo_prorl.data.prepare.gold import spread
 from nemo_prorl.errors import ConfigError
-from tests.data.preparing import SUMS, dropped, manifest, prepare, records, refused, write
+from tests.data.preparing import SUMS, dropped, made_anew, manifest, prepare, records, refused, write
 from tests.test_formats import against
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ def test_a_column_of_another_name_can_be_named(
     words = ("--field", "problem=ask", "--field", "answer=solution", "--check", 0)
     assert prepare("math", "--from", file, "--out", out, *words) == 0
     assert records(out)[0]["truth"] == {"answer": "2"}
-    told = refused(capsys, caplog, 4, "math", "--from", file, "--out", out, "--field", "problem=question")
+    told = refused(capsys, caplog, 4, "math", "--from", file, "--out", tmp_path / "b", "--field", "problem=question")
     assert "there is no column 'question'" in told
 
 
@@ -175,13 +175,51 @@ def test_what_is_left_out_is_counted_and_listed(tmp_path: Path) -> None:
 
 def test_the_same_command_gives_the_same_bytes(tmp_path: Path) -> None:
     file, made = write(tmp_path / "f.jsonl", SUMS), []
-    for seed in (1, 1, 2):
-        out = tmp_path / "out"
+    for number, seed in enumerate((1, 1, 2)):
+        out = tmp_path / str(number)
         words = ("--check", 0, "--size", 5, "--holdout", 2, "--seed", seed)
         assert prepare("math", "--from", file, "--out", out, *words) == 0
-        made.append([(out / name).read_bytes() for name in ("train.jsonl", "validation.jsonl", "manifest.json")])
+        made.append([(out / name).read_bytes() for name in ("train.jsonl", "validation.jsonl", "dropped.jsonl")])
     assert made[0] == made[1]
     assert made[0][0] != made[2][0]
+
+
+def test_a_folder_that_is_prepared_already_is_left_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same options have nothing to do, other options are refused; changed data are prepared again."""
+    file, out = write(tmp_path / "f.jsonl", SUMS), tmp_path / "out"
+    words = ("math", "--from", file, "--out", out, "--check", 0, "--holdout", 2)
+
+    def there() -> dict[str, tuple[int, bytes]]:
+        return {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in out.iterdir()}
+
+    assert prepare(*words) == 0
+    before, first = there(), capsys.readouterr().out
+    assert prepare(*words, "--workers", 2) == 0
+    assert capsys.readouterr().out == f"{out}: prepared already by this command, from the same data\n{first}"
+    assert there() == before
+    told = refused(capsys, caplog, 2, *words[:-1], 3, "--task", "own", "--keep", "id")
+    assert f"--out {out}: contains data that was made with other options: " in told
+    for text in (
+        "--holdout 2, now 3",
+        "--task not given, now own",
+        "--keep not given, now id",
+        f"remove {out}/manifest",
+    ):
+        assert text in told
+    other = write(tmp_path / "g.jsonl", SUMS[:5])
+    told = refused(capsys, caplog, 2, "math", "--from", other, *words[3:])
+    assert f"--from {file}, now {other}. Nothing was changed. Fix: another --out" in told
+    told = refused(capsys, caplog, 2, *words, "--against", other)
+    assert f"--against not given, now {other}" in told
+    assert there() == before
+    write(file, SUMS[:7])
+    assert prepare(*words) == 0
+    assert manifest(out)["counts"]["kept"] == 7
+    (out / "manifest.json").unlink()
+    assert prepare(*words[:-1], 3) == 0
+    assert manifest(out)["counts"]["validation"] == 3
 
 
 def test_a_truth_that_the_plugin_refuses_is_dropped(tmp_path: Path) -> None:
@@ -231,7 +269,8 @@ def test_parts_of_evaluation_sets_are_found_by_their_words(tmp_path: Path) -> No
     told = manifest(out)["checks"]["contamination"]
     assert told["against"][0]["dropped"] == 2
     assert told["against"][0]["sha256"] == hashlib.sha256(held.read_bytes()).hexdigest()
-    for words, found in (((), {1, 3}), (("--ngram", 8), {1, 2, 3}), (("--ngram", 8, "--overlap", 1), {3})):
+    for words, found in ((("--ngram", 8), {1, 2, 3}), (("--ngram", 8, "--overlap", 1), {3})):
+        out = tmp_path / "-".join(map(str, words))
         assert prepare("math", "--from", file, "--out", out, "--against", held, "--check", 0, *words) == 0
         assert set(dropped(out)) == found
     assert manifest(out)["checks"]["contamination"]["ngram_only"] == 2
@@ -306,6 +345,7 @@ def test_a_kill_while_writing_leaves_no_half_file(tmp_path: Path, at: int) -> No
     words = ["math", "--from", str(file), "--out", str(out), "--holdout", "3", "--check", "0"]
     assert prepare(*words) == 0
     whole = {path.name: path.read_bytes() for path in out.iterdir()}
+    made_anew(out)
     killer = f"""
 import os, signal, sys
 from nemo_prorl import cli
@@ -386,13 +426,13 @@ def test_puzzles_are_fixed_by_the_seed_and_held_out_ones_are_others(
     for workers in (1, 2):
         monkeypatch.setenv("PYTHONHASHSEED", str(workers))
         words = ("--from", tasks, "--size", 33, "--holdout", 12, "--check", 0, "--workers", workers)
-        assert prepare("reasoning-gym", *words, "--out", tmp_path / "out") == 0
-        made.append([written["sha256"] for written in manifest(tmp_path / "out")["outputs"]])
+        assert prepare("reasoning-gym", *words, "--out", tmp_path / f"out{workers}") == 0
+        made.append([written["sha256"] for written in manifest(tmp_path / f"out{workers}")["outputs"]])
     assert made[0] == made[1]
     assert os.environ["PYTHONHASHSEED"] == "2"
     assert puzzles._of_task("chain_sum", {}, 3, 0, 0) == puzzles._of_task("chain_sum", {}, 3, 0, 0)
     assert puzzles._of_task("chain_sum", {}, 3, 0, 0) != puzzles._of_task("chain_sum", {}, 3, 0, 1)
-    train, held = records(tmp_path / "out"), records(tmp_path / "out", "validation")
+    train, held = records(tmp_path / "out1"), records(tmp_path / "out1", "validation")
     assert Counter(one["truth"]["dataset"] for one in train) == dict(zip(names, [6, 6, 6, 5, 5, 5], strict=True))
     assert Counter(one["truth"]["dataset"] for one in held) == dict.fromkeys(names, 2)
     assert not {str(one["prompt"]) for one in train} & {str(one["prompt"]) for one in held}

@@ -15,14 +15,14 @@ from nemo_prorl.data.prepare.answers import (
     has_remark,
     is_worded,
 )
-from tests.data.preparing import records
+from tests.data.preparing import made_anew, records
 
 pytestmark = pytest.mark.starts
 
 
 def prepare(folder: Path, text: str, *words: str) -> int:
     (folder / "mine.csv").write_text(text, encoding="utf-8")
-    command = ["data", "prepare", "math", "--from", str(folder / "mine.csv"), "--out", str(folder / "out")]
+    command = ["data", "prepare", "math", "--from", str(folder / "mine.csv"), "--out", str(made_anew(folder / "out"))]
     return cli.main([*command, "--check", "0", *words])
 
 
@@ -41,6 +41,31 @@ def test_a_row_with_too_many_or_too_few_values_is_named_by_its_line(
     assert prepare(tmp_path, f'problem,answer\n"two\nlines?",4\n{row}\n') == 4
     assert f"mine.csv:4: the row has {values} values for 2 columns" in caplog.text
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("words", [(), ("--task", "own", "--keep", "topic"), ("--target", "topic")])
+def test_two_columns_of_one_name_are_refused(
+    words: tuple[str, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Columns without a name, which spreadsheets leave at the end of the lines, may be several."""
+    assert prepare(tmp_path, "problem,answer,topic,topic\n4+4?,8,a,b\n", *words) == 4
+    assert f"{tmp_path}/mine.csv:1: 2 columns have the name 'topic'.  Fix: give each column its own name" in caplog.text
+    assert not (tmp_path / "out").exists()
+    assert prepare(tmp_path, "problem,answer,topic,,\n4+4?,8,a,,\n", *words) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "where"),
+    [("a.jsonl", '{"problem": "1?", "answer": "1", "answer": "2"}\n', "a.jsonl:1"),
+     ("a.json", '[{"problem": "1?", "answer": "1", "answer": "2"}]', "a.json")],
+)  # fmt: skip
+def test_a_key_that_is_there_twice_is_refused(
+    name: str, text: str, where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / name).write_text(text)
+    out = tmp_path / "out"
+    assert cli.main(["data", "prepare", "math", "--from", str(tmp_path / name), "--out", str(out)]) == 4
+    assert f"{where}: not JSON: the key 'answer' is there 2 times" in caplog.text
 
 
 def test_a_wrong_column_name_is_the_user_s(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from nemo_prorl.data.prepare.sources import SOURCES
 from tests.data.hub_server import COMMIT, environment, serving
-from tests.data.preparing import SUMS, manifest, records
+from tests.data.preparing import SUMS, made_anew, manifest, records
 
 pytestmark = pytest.mark.starts
 
@@ -34,6 +34,7 @@ def test_a_data_set_of_the_hub_at_its_pinned_commit(tmp_path: Path) -> None:
         pinned = f"/api/datasets/{REPO}/revision/{SOURCES['deepscaler'].revision}"
         assert {path.split("?")[0] for path in asked if path.startswith("/api/")} == {pinned}
         asked.clear()
+        made_anew(tmp_path / "out")
         assert prepare(tmp_path, hub, "deepscaler", "--revision", "v2").returncode == 0
         assert f"/api/datasets/{REPO}/revision/v2" in {path.split("?")[0] for path in asked}
     assert len(records(tmp_path / "out")) == len(SUMS)
@@ -45,7 +46,7 @@ def test_a_data_set_of_the_hub_at_its_pinned_commit(tmp_path: Path) -> None:
 
 
 def test_without_a_pin_the_first_commit_is_recorded_and_used_again(tmp_path: Path) -> None:
-    """The second download asks for the recorded commit; with the files in the cache it needs no hub at all."""
+    """A folder that lacks a file is made again from the recorded commit, from the cache if the hub is gone."""
     asked: list[str] = []
     repo = SOURCES["gpqa-open"].repo
     assert SOURCES["gpqa-open"].revision == ""
@@ -54,10 +55,12 @@ def test_without_a_pin_the_first_commit_is_recorded_and_used_again(tmp_path: Pat
         assert prepare(tmp_path, hub, "gpqa-open").returncode == 0
         assert f"/api/datasets/{repo}" in {path.split("?")[0] for path in asked}
         asked.clear()
+        (tmp_path / "out" / "validation.jsonl").unlink()
         assert prepare(tmp_path, hub, "gpqa-open").returncode == 0
         assert {path.split("?")[0] for path in asked if path.startswith("/api/")} == {
             f"/api/datasets/{repo}/revision/{COMMIT}"
         }
+    (tmp_path / "out" / "validation.jsonl").unlink()
     assert prepare(tmp_path, hub, "gpqa-open").returncode == 0  # the hub is gone
     assert manifest(tmp_path / "out")["commit"] == COMMIT
 

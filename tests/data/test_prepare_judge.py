@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from nemo_prorl.data.prepare.judge import Judgement, judgement_in
-from tests.data.preparing import Rows, dropped, manifest, prepare, records, refused, write
+from tests.data.preparing import Rows, dropped, made_anew, manifest, prepare, records, refused, write
 from tests.data.published_stem import scp_116k
 from tests.test_formats import against
 
@@ -221,7 +221,7 @@ def test_a_judge_that_refuses_or_is_gone_ends_it_with_what_is_known_kept(
     assert prepare(*given) == 0
     assert len(judge.bodies) == 4  # the one before the refusal counts
     given[given.index(judge.url)] = "http://127.0.0.1:9/v1"
-    (tmp_path / "out" / "judge-cache.jsonl").unlink()
+    (made_anew(tmp_path / "out") / "judge-cache.jsonl").unlink()
     told = refused(capsys, caplog, 1, *given, "--judge-deadline-s", 0.3)
     assert f"waited 0.3 s for a verdict of the judge at {given[given.index('--judge-url') + 1]}" in told
     assert "run the same command again" in told
@@ -233,8 +233,9 @@ def test_another_model_is_asked_anew_and_a_broken_cache_is_named(
     given = words(tmp_path, judge, 3)
     assert prepare(*given) == 0
     other = [*given, "--judge-model", "judge-2"]
+    made_anew(tmp_path / "out")
     assert "HTTP 404" in refused(capsys, caplog, 2, *other)
-    cache = tmp_path / "out" / "judge-cache.jsonl"
+    cache = made_anew(tmp_path / "out") / "judge-cache.jsonl"
     cache.write_text(cache.read_text() + '{"key": "a", "verdict": "maybe"}\n')
     assert f"{cache}:4: field 'verdict' is 'maybe'; expected agree" in refused(capsys, caplog, 4, *given)
 
@@ -254,20 +255,20 @@ def test_size_ends_it_early_with_the_same_records_whatever_the_workers_and_kills
     told = manifest(tmp_path / "out")["checks"]["agreement"]
     assert told["requests"] == 64
     assert told["prompt_tokens"] == 6400
-    (tmp_path / "out" / "judge-cache.jsonl").unlink()
+    (made_anew(tmp_path / "out") / "judge-cache.jsonl").unlink()
     judge.slow_s = 0.002
     assert prepare(*given, "--size", 30, "--judge-workers", 1) == 0
     assert (tmp_path / "out" / "train.jsonl").read_bytes() == first
-    cache = tmp_path / "out" / "judge-cache.jsonl"
+    cache = made_anew(tmp_path / "out") / "judge-cache.jsonl"
     cache.write_bytes(b"".join(cache.read_bytes().splitlines(keepends=True)[:20]))  # as after a kill
     judge.asked.clear()
     assert prepare(*given, "--size", 30) == 0
     assert sum(judge.asked.values()) == 64 - 20
     assert (tmp_path / "out" / "train.jsonl").read_bytes() == first
     assert manifest(tmp_path / "out")["checks"]["agreement"] == told
-    smaller = {*kept_problems(tmp_path / "out")}
+    smaller = {*kept_problems(made_anew(tmp_path / "out"))}
     assert prepare(*given, "--size", 90) == 0  # more of the same order
-    assert smaller < {*kept_problems(tmp_path / "out")}
+    assert smaller < {*kept_problems(made_anew(tmp_path / "out"))}
     assert prepare(*given, "--size", 30, "--seed", 1) == 0
     assert smaller != {*kept_problems(tmp_path / "out")}
 

@@ -13,6 +13,7 @@ import pytest
 
 from nemo_prorl import cli, settings
 from nemo_prorl.config import DataSource
+from nemo_prorl.config_changes import check_same_run
 from nemo_prorl.data.laptop.generators import generate
 from nemo_prorl.data.prepare import cli as cli_of_data
 from nemo_prorl.data.prepare.sources import SOURCES
@@ -175,9 +176,9 @@ def test_a_run_goes_on_where_a_slurm_job_made_its_paths_absolute(tmp_path: Path)
         settings.load([*GPU, f"run_dir={tmp_path}", f"data.folder={folder}"])
         for folder in (Path("prepared").absolute(), "prepared", "elsewhere")
     )
-    settings.check_same_run(old, new)
+    check_same_run(old, new)
     with pytest.raises(ConfigError, match="data.folder=elsewhere"):
-        settings.check_same_run(old, other)
+        check_same_run(old, other)
 
 
 def test_the_page_of_the_cluster_has_each_file_of_the_papers_data_with_its_origin_and_command() -> None:

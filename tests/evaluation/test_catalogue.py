@@ -214,6 +214,18 @@ def test_a_wrong_file_is_refused(name: str, text: str | None, says: str, tmp_pat
         choose(str(tmp_path / name))
 
 
+def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
+    files = [tmp_path / name / "validation.jsonl" for name in ("a", "b")]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text(json.dumps({"id": "1", "task": "math", "prompt": "1?", "truth": {"answer": "1"}}) + "\n")
+    with pytest.raises(
+        ConfigError, match=r"a/validation.jsonl and .*b/validation.jsonl are both named validation. Fix"
+    ):
+        choose(f"{files[0]},{files[1]}")
+    assert [one.name for one in choose(f"{files[0]},{files[0]}")] == ["validation"]
+
+
 def test_an_installed_package_brings_benchmarks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "their_benchmarks"
     package.mkdir()

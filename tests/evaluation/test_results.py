@@ -15,7 +15,7 @@ from nemo_prorl.evaluation.estimates import Interval
 from nemo_prorl.evaluation.formats import EvaluationSample, EvaluationTime, ModelJson
 from nemo_prorl.evaluation.results import results, scored, table
 from nemo_prorl.evaluation.run import differences
-from nemo_prorl.evaluation.store import Store
+from nemo_prorl.evaluation.store import Store, read_json
 from nemo_prorl.rewards.interface import Verdict
 from tests.test_formats import against
 
@@ -74,7 +74,7 @@ def write(folder: Path, benchmark: str, scores: Scores, datasets: Sequence[str] 
     path.write_text(json.dumps(manifest))
     found = {benchmark: scored(records, store.lines, store.verdicts, one.sampling.samples)}
     clock: EvaluationTime = {"seconds": 2.0, "generated_tokens": 40, "tokens_per_s": 20.0}
-    result = results(MODEL, 1, [one], found, clock)
+    result = results(read_json(path), [one], found, clock)
     assert against("evaluation-results", result) == []
     assert all(against("evaluation-sample", line) == [] for line in store.lines.values())
     return result
@@ -243,6 +243,14 @@ def test_only_what_the_same_function_judged_is_compared(tmp_path: Path, caplog: 
     with pytest.raises(
         DataError, match=r"b: its responses to laptop_gcd were judged by another reward function .*:score, None"
     ):
+        compare.compare(compare.read([tmp_path / "a", tmp_path / "b"]))
+    for scorer, fits in (("plugin math 1", True), ("plugin math 2", False)):  # older versions recorded no plugin
+        manifest["benchmarks"]["laptop_gcd"]["scorer"] = scorer
+        (tmp_path / ("a" if fits else "b") / "manifest.json").write_text(json.dumps(manifest))
+        if fits:
+            (tmp_path / "b" / "manifest.json").write_text(json.dumps(manifest).replace(f'"{scorer}"', "null"))
+            compare.compare(compare.read([tmp_path / "a", tmp_path / "b"]))
+    with pytest.raises(DataError, match=r"scorer in manifest.json: plugin math 2, plugin math 1.*--judge-again"):
         compare.compare(compare.read([tmp_path / "a", tmp_path / "b"]))
     (tmp_path / "a" / "results.json").write_text('{"complete": false}')
     compare.read([tmp_path / "a", tmp_path / "b"])

@@ -24,6 +24,7 @@ from tests import paper_model
 from tests.evaluation.openai_server import Answers, serve
 from tests.evaluation.test_sampling import Drawn
 from tests.rollout.engines import write_model
+from tests.test_formats import against
 
 RECORDS: list[dict[str, Any]] = [
     {"id": f"m-{k}", "task": "math", "prompt": f"{k} + 1?", "truth": {"answer": "1"}} for k in range(5)
@@ -36,6 +37,7 @@ class Judge:
     started: list[tuple[list[str], int]]
     requests: list[dict[str, Any]]
     broken: bool
+    fails_after: int | None  # verdicts after which it fails
 
     def __init__(self, cfg: Any, out: Path, tasks: list[str], engines: int) -> None:
         self.started.append((list(tasks), engines))
@@ -54,15 +56,19 @@ class Judge:
 
     async def score(self, request: dict[str, Any], deadline: Deadline) -> Verdict:
         self.requests.append(request)
-        if self.broken:
+        if self.broken or (self.fails_after is not None and len(self.requests) > self.fails_after):
             return failed_verdict(request["id"], "infrastructure", "the judge is out")
         return verdict_of(request["id"], RewardResult(float("1" in request["response"])))
+
+    async def mended(self, request: dict[str, Any], deadline: Deadline) -> Verdict:
+        return verdict_of(request["id"], RewardResult(1.0))
 
 
 @pytest.fixture
 def judge(monkeypatch: pytest.MonkeyPatch) -> type[Judge]:
     monkeypatch.setattr("nemo_prorl.evaluation.sampling.Services", Judge)
-    Judge.started, Judge.requests, Judge.broken = [], [], False
+    Judge.started, Judge.requests, Judge.broken, Judge.fails_after = [], [], False, None
+    monkeypatch.setattr(Judge, "score", Judge.score)  # a test may replace it
     return Judge
 
 
@@ -165,7 +171,7 @@ def test_a_manifest_repeats_its_evaluation_or_says_what_has_changed(
 def test_another_reward_function_is_another_evaluation(
     tmp_path: Path, judge: type[Judge], evaluate: Evaluate, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The file's content and the function's name decide, not its path; --manifest says what has changed."""
+    """The content of its files and the function's name decide, not its path; --manifest says what has changed."""
     records = [{**record, "task": "own"} for record in RECORDS]
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     own = tmp_path / "own.py"
@@ -177,12 +183,148 @@ def test_another_reward_function_is_another_evaluation(
     own.rename(own := tmp_path / "moved.py")
     moved = f"rewards.functions.own={own}:score"
     assert evaluate("out", moved, records="own") == 0
-    own.write_text("def score(prompt, response, truth):\n    return 0.0\n")
+    own.write_text("import beside_own\ndef score(prompt, response, truth):\n    return 0.0\n")
+    (tmp_path / "beside_own.py").write_text("")
     assert evaluate("out", moved, records="own") == ConfigError.exit_code
     assert "differs in: own: another reward function" in caplog.text
     again = ["evaluate", "--manifest", str(tmp_path / "out" / "manifest.json"), "--out", str(tmp_path / "again"), moved]
     assert main(again) == DataError.exit_code
     assert "own: the reward function changed" in caplog.text
+    assert evaluate("other", moved, records="own") == 0
+    (tmp_path / "beside_own.py").write_text("# another\n")
+    assert evaluate("other", moved, records="own") == ConfigError.exit_code
+    own.write_text("def score(prompt, response): ...\n")
+    assert evaluate("third", moved, records="own") == ConfigError.exit_code
+    assert "expected a function of (prompt, response, truth)" in caplog.text
+    assert not (tmp_path / "third").exists()
+
+
+def own_benchmark(folder: Path, score: str = "0.0") -> str:
+    """Write records of an own task, and a function of it in a file with a module beside it; return its override."""
+    records = [{**record, "task": "own"} for record in RECORDS]
+    (folder / "own.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "helping.py").write_text(f"def value(response):\n    return {score}\n")
+    text = "import helping\n\n\ndef score(prompt, response, truth):\n    return helping.value(response)\n"
+    (folder / "own.py").write_text(text)
+    return f"rewards.functions.own={folder}/own.py:score"
+
+
+def result_of(folder: Path) -> tuple[float, str, str]:
+    """The reward, the scorer and the folder of the verdicts in results.json."""
+    found = json.loads((folder / "results.json").read_text())
+    assert against("evaluation-results", found) == []
+    assert against("evaluation-manifest", json.loads((folder / "manifest.json").read_text())) == []
+    entry = found["benchmarks"]["own"]
+    return entry["reward"]["mean"], entry["scorer"], found["verdicts"]
+
+
+def test_a_mended_scorer_judges_the_stored_responses_again(
+    tmp_path: Path,
+    address: tuple[str, Answers],
+    judge: type[Judge],
+    evaluate: Evaluate,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The module beside the function is mended; the refusal of the same command names the one that judges again."""
+    function, out = own_benchmark(tmp_path), tmp_path / "out"
+    assert evaluate("out", function, records="own") == 0
+    before, samples = result_of(out), (out / "samples" / "own.jsonl").read_bytes()
+    own_benchmark(tmp_path, "1.0")
+    assert evaluate("out", records="own") == ConfigError.exit_code
+    again = f"prorl evaluate --judge-again --out {out} {function}"
+    assert f"Fix: `{again}` judges the stored responses" in caplog.text
+    judge.score = judge.mended  # type: ignore[method-assign]
+    assert main(again.split()[1:]) == 0
+    assert judge.started == [(["own"], 0)] * 2
+    assert (out / "samples" / "own.jsonl").read_bytes() == samples
+    assert len(address[1].bodies) == 6
+    now = result_of(out)
+    assert before[0] < now[0] == 1.0
+    assert now[1] != before[1]
+    assert (before[2], now[2]) == ("verdicts", "verdicts-2")
+    assert {line["score"] for line in lines(out / "verdicts-2" / "own.jsonl")} == {1.0}
+    printed = capsys.readouterr().out
+    assert f"own: judged by {now[1]} at 20" in printed
+    row = printed.partition("task ")[2].splitlines()[1].split()
+    assert row[:6] == ["own", "3", "0", "3", "3", "0"], "same, reworded, changed, up, down"
+    assert evaluate("out", records="own", samples=3) == 0, "it goes on with the scorer of the manifest"
+    assert len(address[1].bodies) == 9
+    assert len(lines(out / "verdicts-2" / "own.jsonl")) == 9
+
+
+def test_judging_again_that_was_stopped_continues_and_never_mixes_two_scorers(
+    tmp_path: Path, judge: type[Judge], evaluate: Evaluate, caplog: pytest.LogCaptureFixture
+) -> None:
+    function, out = own_benchmark(tmp_path), tmp_path / "out"
+    assert evaluate("out", function, records="own") == 0
+    before = [(out / name).read_text() for name in ("results.json", "manifest.json")]
+    own_benchmark(tmp_path, "1.0")
+    judge.requests.clear()
+    judge.fails_after = 2
+    again = ["evaluate", "--judge-again", "--out", str(out)]
+    assert main(again) == 1
+    assert "4 responses have no new verdict, so the earlier verdicts and results stay; the first:" in caplog.text
+    assert [(out / name).read_text() for name in ("results.json", "manifest.json")] == before
+    judge.requests.clear()
+    judge.fails_after = 3
+    assert main(again) == 1
+    assert len(judge.requests) == 4, "the two new verdicts stay"
+    own_benchmark(tmp_path, "0.5")
+    judge.requests.clear()
+    judge.fails_after = None
+    assert main(again) == 0
+    assert len(judge.requests) == 6, "those of another scorer are judged again"
+    assert result_of(out)[2] == "verdicts-2"
+    (out / "results.json").write_text(before[0])  # as if killed before the last file was written
+    judge.requests.clear()
+    assert main(again) == 0
+    assert (len(judge.requests), result_of(out)[2]) == (0, "verdicts-2")
+    assert main(again) == 0
+    assert (len(judge.requests), result_of(out)[2]) == (6, "verdicts-3"), "asked once more, it judges once more"
+
+
+def test_judging_again_takes_no_other_option(tmp_path: Path, evaluate: Evaluate, caplog: Any) -> None:
+    assert main(["evaluate", "--judge-again", "--out", str(tmp_path / "none")]) == ConfigError.exit_code
+    assert not (tmp_path / "none").exists()
+    assert evaluate("out", own_benchmark(tmp_path), "--judge-again", records="own") == ConfigError.exit_code
+    assert "cannot be combined with --judge-again" in caplog.text
+
+
+def test_a_manifest_names_the_reward_function_that_judged(
+    tmp_path: Path, evaluate: Evaluate, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So --manifest needs no override; if the file has another place now, the message says which one to give."""
+    function, again = own_benchmark(tmp_path), ["evaluate", "--manifest", str(tmp_path / "out" / "manifest.json")]
+    assert evaluate("out", function, records="own") == 0
+    assert main([*again, "--out", str(tmp_path / "again")]) == 0
+    assert f"equal to {tmp_path}/out/results.json" in capsys.readouterr().out
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    del manifest["benchmarks"]["own"]["function"]
+    older = tmp_path / "older" / "manifest.json"
+    older.parent.mkdir()
+    older.write_text(json.dumps(manifest))
+    assert main([*again[:2], str(older), "--out", str(tmp_path / "of_older")]) == ConfigError.exit_code
+    assert "an older version did not record which. Fix: add rewards.functions.own=FILE.py:FUNCTION" in caplog.text
+    (tmp_path / "own.py").rename(tmp_path / "moved.py")
+    assert main([*again, "--out", str(tmp_path / "moved")]) == ConfigError.exit_code
+    assert "own.py. Fix: add rewards.functions.own=FILE.py:FUNCTION to the command" in caplog.text
+    moved = f"rewards.functions.own={tmp_path}/moved.py:score"
+    assert main([*again, "--out", str(tmp_path / "moved"), moved]) == 0
+
+
+def test_a_changed_plugin_is_another_scorer(
+    tmp_path: Path, evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert evaluate("out") == 0
+    scorer = json.loads((tmp_path / "out" / "manifest.json").read_text())["benchmarks"]["mine"]["scorer"]
+    assert scorer.startswith("plugin math ")
+    monkeypatch.setattr("nemo_prorl.evaluation.manifest.scorer_of", lambda plugin: "plugin math 1")
+    assert evaluate("out") == ConfigError.exit_code
+    assert "mine: another reward function. Fix: `prorl evaluate --judge-again" in caplog.text
+    path = tmp_path / "out" / "manifest.json"
+    path.write_text(path.read_text().replace(json.dumps(scorer), "null"))  # of a version that recorded no plugin
+    assert evaluate("out") == 0
 
 
 def test_engines_have_the_context_of_the_longest_benchmark_and_at_most_the_model_s(

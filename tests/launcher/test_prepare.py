@@ -106,6 +106,25 @@ def test_changes_of_a_continued_run_are_in_its_journal(tmp_path: Path) -> None:
     assert len(events()) == 1
 
 
+@pytest.mark.parametrize(
+    ("key", "text", "told"),
+    [
+        ("trainer.grpo.loss", "def own(logp, old, A, mask, c): return -logp * A", "direction: at ratio 1, "),
+        ("trainer.grpo.advantage", "def own(centred, reward, valid): return -centred", "better: the best response"),
+        (
+            "rewards.functions.units",
+            "def own(prompt, response): ...",
+            "expected a function of .prompt, response, truth",
+        ),
+    ],
+)
+def test_a_wrong_function_of_the_user_is_refused(key: str, text: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(text)
+    with pytest.raises(ConfigError, match=rf"{key}.*own.py:own: (?s:.*){told}"):
+        prepared(tmp_path, [record()], f"{key}={tmp_path}/own.py:own")
+    assert not (tmp_path / "run" / "init").exists()
+
+
 def test_validation_is_judged_too_and_code_needs_a_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def none_works(unsafe_no_sandbox: bool) -> None:
         if not unsafe_no_sandbox:

@@ -144,9 +144,7 @@ def test_without_a_tokenizer_a_plan_says_that_lengths_are_not_checked(
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "model" / name).unlink()
     assert cli.main(["plan", *words]) == 0
-    assert (
-        f"prompt lengths    not checked: {tmp_path / 'model'} has no tokenizer_config.json" in capsys.readouterr().out
-    )
+    assert f"prompt lengths   not checked: {tmp_path / 'model'} has no tokenizer_config.json" in capsys.readouterr().out
     assert cli.main(["train", "--dry-run", *words]) == 2
     assert "no tokenizer_config.json" in caplog.text
     assert cli.main(["plan", "--json", *words, "pretrained_checkpoint.restore_from_path=null"]) == 0

@@ -8,6 +8,7 @@ response.  So the policy learns, and every number of the run follows from the se
 import asyncio
 import gc
 import json
+import math
 import os
 import random
 import signal
@@ -29,6 +30,7 @@ from nemo_prorl.batch import Batch
 from nemo_prorl.config import Config, DataSource, GRPOConfig, ResetsConfig, TrainerConfig
 from nemo_prorl.data.blend import LoadedData
 from nemo_prorl.deadlines import Deadline
+from nemo_prorl.errors import NonFiniteUpdate
 from nemo_prorl.leader import Leader
 from nemo_prorl.lifecycle import killpoints
 from nemo_prorl.lifecycle.checkpoints import Checkpoints
@@ -143,6 +145,8 @@ class SmallPolicy:
         value, sums = loss(logp_BT, entropy_BT if with_entropy else None, batch, denominator)
         value.backward()
         norm = float(torch.nn.utils.clip_grad_norm_(self.weights.values(), 1.0))
+        if not math.isfinite(float(value.detach()) + norm):
+            raise NonFiniteUpdate(f"expected finite values; got loss {float(value.detach())}")
         self.adam.step()
         self.version += 1
         numbers = {key: float(number) for key, number in sums.items()}
@@ -475,3 +479,29 @@ def killed_at(point: str, monkeypatch: Any) -> Iterator[None]:
 
 def _kill(point: str, pid: int, number: int) -> None:
     raise Killed(point)
+
+
+def infinite_in(run: SmallRun, updates: set[tuple[int, int]]) -> Callable[[Trainer], None]:
+    """Return a preparation after which the loss of each (step, number of the update in it) is infinite."""
+
+    def prepare(trainer: Trainer) -> None:
+        update, begin, numbers = run.policy.update, trainer.before_updates, iter(range(0))  # type: Any, Any, Any
+
+        def begun(metrics: Any) -> Any:
+            nonlocal numbers
+            numbers = iter(range(100))
+            return begin(metrics)
+
+        def poisoned(batch: Any, loss: Any, *given: Any, **named: Any) -> Any:
+            factor = float("inf") if (trainer.progress.step, next(numbers)) in updates else 1.0
+
+            def scaled(*parts: Any) -> Any:
+                value, sums = loss(*parts)
+                return value * factor, sums
+
+            return update(batch, scaled, *given, **named)
+
+        trainer.before_updates = begun  # type: ignore[method-assign]
+        run.policy.update = poisoned  # type: ignore[method-assign]
+
+    return prepare

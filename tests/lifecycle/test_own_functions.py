@@ -1,5 +1,6 @@
 """Losses and advantages that a run names: those of a file of the user, and each that comes with the project."""
 
+import hashlib
 import re
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ import pytest
 from nemo_prorl.cli import main
 from nemo_prorl.config import DataSource
 from nemo_prorl.errors import ConfigError
-from nemo_prorl.planning.overview import run_rows
+from nemo_prorl.own_functions import module_of, sha256, sources
+from nemo_prorl.planning import algorithm
 from nemo_prorl.settings import load
 from tests.algorithms.choices import choices
 from tests.lifecycle.small_run import SmallRun, config
@@ -84,7 +86,7 @@ def test_what_the_configuration_names_must_be_there(tmp_path: Path, monkeypatch:
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "broken.py").write_text("def f(:\n")
     cfg = load(["trainer.grpo.loss=own.py:clipped", "trainer.grpo.advantage=own.py:normed"])
-    assert f"{tmp_path}/own.py:clipped 0.2/0.4" in run_rows(cfg)["loss"]
+    assert f"loss {tmp_path}/own.py:clipped" in " ".join(text for _, text in algorithm.rows(cfg))
     assert cfg.trainer.grpo.loss == f"{tmp_path}/own.py:clipped"
     for value, told in (
         (
@@ -112,7 +114,7 @@ def test_the_page_s_examples_pass_the_check_and_a_faulty_one_does_not(
     (tmp_path / "mine.py").write_text("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)))
     commands = re.findall(r"^prorl (check-function .*)$", page, re.MULTILINE)
     assert [main(command.split()) for command in commands] == [0, 0]
-    assert "loss mine.py:pure: 7 of 7 properties hold" in capsys.readouterr().out
+    assert "/mine.py:pure: 9 of 9 properties hold" in capsys.readouterr().out
     runs = re.findall(r"^prorl train (.*)$", page, re.MULTILINE)
     assert [main(["train", "--dry-run", *words.split()]) for words in runs] == [0, 0]
     assert f"advantage: {tmp_path}/mine.py:sign" in capsys.readouterr().out
@@ -121,3 +123,103 @@ def test_the_page_s_examples_pass_the_check_and_a_faulty_one_does_not(
     )
     assert main(["check-function", "loss", f"{tmp_path}/other.py:pure", "trainer.grpo.aggregation=prompt"]) == 1
     assert "direction: at ratio 1, " in capsys.readouterr().out
+
+
+AGAINST = "def own(logp_BT, old, advantage_BT, mask, c):\n    return -logp_BT * advantage_BT\n"
+HUGE = "def own(centred_GN, reward_GN, valid_GN):\n    return 1e30 * centred_GN\n"
+REWARD = "def own(prompt, response):\n    return 1.0\n"
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "told"),
+    [
+        ("trainer.grpo.loss", AGAINST, "direction: at ratio 1, "),
+        ("trainer.grpo.advantage", HUGE, "scale: rewards from 0 to 1 give an advantage of 8e.29"),
+        ("rewards.functions.units", REWARD, "expected a function of .prompt, response, truth."),
+    ],
+    ids=["loss", "advantage", "reward"],
+)
+@pytest.mark.parametrize(
+    "command", [["plan"], ["train", "--dry-run"], ["launch", "--here", "--stages=run1..run2"]], ids=" ".join
+)
+def test_a_wrong_function_is_refused_before_a_run(
+    command: list[str],
+    key: str,
+    text: str,
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(text)
+    words = [*command, "run_dir=run", f"{key}=mine.py:own"]
+    assert main(words if command[0] != "launch" else [*words, "data=domains", "--dry-run"]) == 2
+    assert re.search(told, caplog.text), caplog.text
+    assert f"{key}" in caplog.text
+    assert not (tmp_path / "run" / "logs").exists()
+
+
+def test_an_unusual_loss_is_named_and_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(AGAINST.replace("-logp", "logp"))
+    caplog.set_level("INFO")
+    assert main(["train", "--dry-run", "run_dir=run", "trainer.grpo.loss=mine.py:own"]) == 0
+    assert f"trainer.grpo.loss={tmp_path}/mine.py:own: clip_range: a token far outside the clip range" in caplog.text
+
+
+def names(place: str) -> list[str]:
+    return [name.rpartition("/")[2] for name in sources(place)]
+
+
+def test_the_code_of_a_function_has_the_files_that_it_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also inside of functions, through packages, and in a circle; installed packages by version."""
+    files = {
+        "mine.py": "import json, yaml\nfrom kit.deep import text\nimport nemo_prorl.errors\nimport not_there\n",
+        "kit/__init__.py": "",
+        "kit/deep.py": "def text():\n    from . import other\n    from .further.last import x, y\n    import mine\n",
+        "kit/other.py": "from kit import deep",
+        "kit/further/last.py": "x = y = 1",
+        "kit/unused.py": "",
+        "json.py": "",
+        "broken.py": "def f(:\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    place = f"{tmp_path}/mine.py:f"
+    code = sources(place)
+    local = sorted(str(Path(name).relative_to(tmp_path)) for name in code if name.startswith("/"))
+    assert local == ["kit/__init__.py", "kit/deep.py", "kit/further/last.py", "kit/other.py", "mine.py"]
+    assert code.keys() - {str(tmp_path / name) for name in files} == {"PyYAML"}
+    assert names(f"{tmp_path}/broken.py:f") == ["broken.py"]
+    assert names(f"{tmp_path}/gone.py:f") == names("gspo") == names("gone:f") == []
+    monkeypatch.syspath_prepend(tmp_path)  # as an installed package
+    found = names("kit.deep:text")
+    assert sorted(found) == ["PyYAML", "__init__.py", "deep.py", "last.py", "mine.py", "other.py"]
+
+
+def test_an_installed_package_of_the_function_itself_is_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "site-packages" / "losses"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("from losses.one import own\nimport torch\n")
+    (package / "one.py").write_text(AGAINST)
+    monkeypatch.syspath_prepend(package.parent)
+    assert sorted(names("losses:own")) == ["__init__.py", "one.py", "torch"]
+
+
+def test_the_hash_changes_with_a_helper_and_not_with_the_folder(tmp_path: Path) -> None:
+    def made(file: str, helper: str) -> str:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text("import own_helper\n")
+        (tmp_path / file).with_name("own_helper.py").write_text(helper)
+        return sha256(f"{tmp_path}/{file}:f")
+
+    before = made("b/moved.py", "x = 1")
+    assert made("a/mine.py", "x = 1") == before != made("a/mine.py", "x = 2")
+    module_of(tmp_path / "a" / "mine.py", "key")  # its folder, with another helper, is in sys.path now
+    assert sha256(f"{tmp_path}/b/moved.py:f") == before
+    (tmp_path / "alone.py").write_text(AGAINST)
+    assert sha256(f"{tmp_path}/alone.py:own") == hashlib.sha256(AGAINST.encode()).hexdigest()

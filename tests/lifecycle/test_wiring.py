@@ -17,7 +17,7 @@ from nemo_prorl.lifecycle.checkpoints import LeaderState
 from nemo_prorl.lifecycle.stages import Origin
 from nemo_prorl.rank import begin_stage
 from nemo_prorl.trainer import Trainer
-from tests.lifecycle.small_run import LR, SmallRun, config, parts_of
+from tests.lifecycle.small_run import LR, SmallRun, config, infinite_in, parts_of
 
 
 def go(
@@ -296,6 +296,7 @@ def test_a_stage_of_another_version_alarms(tmp_path: Path, monkeypatch: pytest.M
 # The test in which each alarm of the package is raised, by the first words of the alarm.
 RAISED = {
     "no group carries a signal": "test_wiring.py::test_steps_without_a_signal_are_counted_in_a_row",
+    "an update was skipped": "test_nonfinite.py::test_an_update_that_is_not_finite_is_skipped_and_told",
     "the temperature of the engine": "test_wiring.py::test_an_engine_with_another_temperature_alarms_in_every_step",
     "engine and trainer differ by": "test_wiring.py::test_an_engine_that_differs_alarms",
     "engine and trainer differ much": "test_wiring.py::test_a_large_difference_in_few_tokens_alarms",
@@ -372,6 +373,7 @@ def full(tmp_path: Path, hopeless: bool) -> SmallRun:
 def stopped_in_validation(run: SmallRun, hopeless: bool, monkeypatch: pytest.MonkeyPatch) -> Trainer:
     def prepare(trainer: Trainer) -> None:
         hopeless_in(run, {6} if hopeless else set())(trainer)
+        infinite_in(run, {(6, 1)})(trainer)
         judge = trainer.validation.judge
 
         def abandoned(metrics: Any) -> Any:
@@ -493,6 +495,7 @@ def test_a_stopped_run_ends_as_one_that_was_not(
             stopped_in_validation(run, hopeless, monkeypatch)
         trainer = run.start(monkeypatch)
         hopeless_in(run, {6} if hopeless else set())(trainer)
+        infinite_in(run, {(6, 1)})(trainer)
         trainer.train()
         trainer.finish()
         run.close()

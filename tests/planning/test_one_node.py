@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from nemo_prorl import cli, settings
+from nemo_prorl.sizing.memory import memory_of
 from tests.planning.memory_cases import QWEN_7B
 
 pytestmark = pytest.mark.starts
@@ -35,9 +36,10 @@ def test_every_stage_fits_one_node(cluster: str, gpus: int, prompts: int, capsys
 
 
 def test_without_recomputation_the_last_stage_would_not_fit_one_gpu(caplog: pytest.LogCaptureFixture) -> None:
-    given = ["plan", "cluster=gpu_1", "stage=run1", BASE, "model.activations_checkpoint_granularity=null"]
-    assert cli.main(given) == 2
-    assert "stage run8 of the same chain" in caplog.text
+    given = ["plan", "cluster=gpu_1", BASE, "model.activations_checkpoint_granularity=null"]
+    assert cli.main([*given, "stage=run1"]) == 0
+    assert "stage run8 of the same chain would be refused: " in caplog.text
+    assert cli.main([*given, "stage=run8"]) == 2
 
 
 def test_the_page_shows_what_the_plan_prints(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,3 +134,27 @@ def test_a_fix_makes_every_stage_of_the_plan_fit(tmp_path: Path, caplog: pytest.
     assert "run1" not in caplog.text
     assert fixes_of([*small, "stage=run1"], caplog) == pairs
     assert "Fix: this stage fits, but not the whole chain, with" in caplog.text
+
+
+def test_a_fix_leaves_room_for_sequences_and_the_fastest_comes_first(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """7B on one node: recomputing all layers fits to the last GB, with the KV cache of a single sequence."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
+    words = ["cluster=h100_1x8", f"pretrained_checkpoint.restore_from_path={tmp_path}"]
+    recompute = "model.activations_checkpoint_granularity=full model.activations_checkpoint_method=uniform"
+    recomputing = [*words, *recompute.split(), "model.activations_checkpoint_num_layers=1"]
+    assert memory_of(settings.load(recomputing)).sequences(84e9) == 1
+    fixes = fixes_of(words, caplog)
+    assert fixes == [["model.tensor_model_parallel_size=4", "model.sequence_parallel=True"]]
+    assert "(needs 55.4 GB, room for 73 full sequences)" in caplog.text
+    # On one GPU nothing else is left, so what barely fits is named, with its single sequence.
+    barely = fixes_of([*words, "trainer.devices=1", "rollout.engines=1", "rollout.device_memory_gb=175"], caplog)
+    assert barely
+    # On a GPU of 95 GB both leave room; a cache of few sequences makes steps longer.
+    keys = [fix[0].split("=")[0] for fix in fixes_of([*words, "rollout.device_memory_gb=95"], caplog)]
+    assert keys == ["model.tensor_model_parallel_size", "model.activations_checkpoint_granularity"]
+    # Both leave enough room: a smaller micro-batch comes before the split of the model, which is slower or equal.
+    two = [BASE, "cluster=h100_1x8", "model.micro_batch_tokens=null", "model.micro_batch_size=8"]
+    keys = [fix[0].split("=")[0] for fix in fixes_of(two, caplog)]
+    assert keys[0] == "model.micro_batch_size"

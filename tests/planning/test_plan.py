@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from nemo_prorl import cli, settings
 from nemo_prorl.errors import ConfigError, DataError
+from nemo_prorl.launcher.prepare import check_origin, prepare
 from nemo_prorl.lifecycle.retention import FORMAT
 from nemo_prorl.lifecycle.stages import origin
 from nemo_prorl.planning import overview
@@ -211,11 +212,20 @@ def test_what_is_wrong_is_said(rates: dict[str, Any], kind: type[Exception], sai
         chain_of([], **rates)
 
 
-def test_a_refused_stage_is_an_error_of_its_chain_only() -> None:
-    """Step 250 is inside runs 1 to 3, 6 and 7 only."""
+def test_another_stage_that_would_be_refused_is_a_remark(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Step 250 is inside runs 1 to 3, 6 and 7 only.  Like the run, the plan judges the chosen stage."""
     overrides = ["trainer.resets.at_steps=[250]", "chain.step_scale=1"]
-    with pytest.raises(ConfigError, match=r"run4 of the same chain: trainer.resets.at_steps=\[250\]"):
-        chain_of([*overrides, "stage=run1"])
+    assert cli.main(["plan", *overrides, "stage=run1"]) == 0
+    assert "stage run4 of the same chain would be refused: trainer.resets.at_steps=[250]" in caplog.text
+    table = capsys.readouterr().out.splitlines()
+    refused = [line.split()[0] for line in table if "  refused: trainer.resets.at_steps=[250]" in line]
+    assert refused == ["run4", "run5", "run8"]
+    assert next(line for line in table if line.lstrip().startswith("in all")).split()[2:] == ["-"] * 5
+    with pytest.raises(ConfigError, match=r"^trainer.resets.at_steps=\[250\]"):
+        chain_of([*overrides, "stage=run4"])
+    settings.load([*overrides, "stage=run1"])
     chain = chain_of([*overrides, "trainer.grpo.max_steps=300"])
     assert [(stage.name, stage.steps) for stage in chain.stages] == [("none", 300)]
 
@@ -270,12 +280,23 @@ def test_a_plan_says_what_a_fork_starts_from_and_refuses_it_like_the_run(
     assert str(of_the_run.value) in caplog.text
     checkpoint.mkdir(parents=True)
     (checkpoint / "state.json").write_text(json.dumps({"format": FORMAT, "step": 30}))
+    caplog.clear()
+    assert cli.main(["plan", *fork]) == 2
+    with pytest.raises(ConfigError, match="expected a model folder, hf/ in it or init/ in its run") as of_the_run:
+        prepare(settings.load_run(fork), Path("new"), "")
+    with pytest.raises(ConfigError, match="expected a model folder, hf/ in it or init/ in its run"):
+        check_origin(settings.load_run(fork))
+    assert str(of_the_run.value) in caplog.text
+    (tmp_path / "old" / "init").mkdir()
     for more, said in ((), "with a hard reset at step 0"), (("chain.hard_reset=false",), "with its reference and opt"):
         assert cli.main(["plan", *fork, *more]) == 0
         told = capsys.readouterr().out
-        assert f"first weights     starts from {tmp_path / 'old'}, step 30, {said}" in told
-        assert "warm-up           none" in told
+        assert f"first weights    starts from {tmp_path / 'old'}, step 30, {said}" in told
+        assert "unlike that run  nothing\n" in told
+        assert "warm-up          none" in told
         assert re.search(rf"^>  none   {'no' if more else 'yes'}  ", told, re.MULTILINE)
+    assert cli.main(["plan", *fork, "trainer.grpo.kl_coef=0", "seed=7"]) == 0
+    assert "unlike that run  seed=7 (was 1), trainer.grpo.kl_coef=0.0 (was 0.0001)\n" in capsys.readouterr().out
     assert cli.main(["plan", "run_dir=old"]) == 0
     assert "this run's own: it continues after step 30" in capsys.readouterr().out
     later = overview.run_rows(settings.load(["run_dir=runs/x/run2", "stage=run2"]))["first weights"]
@@ -294,8 +315,9 @@ def test_a_plan_is_a_what_if_beside_a_run(tmp_path: Path, caplog: pytest.LogCapt
 
 def test_a_stage_that_does_not_fit_the_device_is_refused() -> None:
     two_rows = [*H100, "model.micro_batch_size=2", "model.micro_batch_tokens=null"]
-    with pytest.raises(ConfigError, match=r"run8 of the same chain: model.micro_batch_size=2 .* 84,000,000,000"):
-        chain_of([*two_rows, "stage=run1"])
+    with pytest.raises(ConfigError, match=r"^model.micro_batch_size=2 .* 84,000,000,000"):
+        chain_of([*two_rows, "stage=run8"])
+    assert "model.micro_batch_size=2" in str(chain_of([*two_rows, "stage=run1"]).stages[7].refused)
     chain = chain_of([*H100, "stage=run1"])
     assert chain.stages[7].memory_needed > chain.stages[0].memory_needed
     text = overview.plan(settings.load([*H100, "stage=run1"]), chain)

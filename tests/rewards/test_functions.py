@@ -19,7 +19,7 @@ from nemo_prorl.lifecycle.checkpoints import Checkpoints
 from nemo_prorl.lifecycle.records import code_sha256
 from nemo_prorl.planning.overview import run_rows
 from nemo_prorl.rewards.discovery import discover, make_plugin
-from nemo_prorl.rewards.functions import files_sha256, is_function, settings_of
+from nemo_prorl.rewards.functions import identity, is_function, places, settings_of
 from nemo_prorl.rewards.interface import RewardRequest, Verdict, judge
 from nemo_prorl.rewards.service import RewardService, plan_pools
 from tests.lifecycle.parts import leader
@@ -124,11 +124,12 @@ def test_what_is_no_function_is_refused(text: str, place: str, says: str, tmp_pa
 
 def test_a_changed_file_is_known_by_its_hash(tmp_path: Path) -> None:
     (tmp_path / "f.py").write_text("def right(prompt, response, truth):\n    return 1.0\n")
-    places = {"units": f"{tmp_path}/f.py:right*2 + {tmp_path}/g.py:none", "other": f"{tmp_path}/f.py:right"}
-    before = files_sha256(places)
-    assert list(before) == [f"{tmp_path}/f.py"]
+    functions = {"units": f"{tmp_path}/f.py:right*2 + {tmp_path}/g.py:none", "other": f"{tmp_path}/f.py:right"}
+    assert places(functions) == [f"{tmp_path}/{name}" for name in ("f.py:right", "g.py:none", "f.py:right")]
+    before = identity(functions["other"])
+    assert before.endswith(":right")
     (tmp_path / "f.py").write_text("def right(prompt, response, truth):\n    return 0.0\n")
-    assert files_sha256(places) != before
+    assert identity(functions["other"]) != before
 
 
 def test_several_functions_have_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,27 +269,43 @@ def test_a_run_trains_on_it(root: Path, tmp_path: Path) -> None:
 
 def test_a_resume_with_another_function_is_an_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nemo_prorl.lifecycle.retention.check_continuable", lambda folder: None)
-    (tmp_path / "f.py").write_text("def right(prompt, response, truth):\n    return 1.0\n")
+    (tmp_path / "f.py").write_text("import beside_f\ndef right(prompt, response, truth):\n    return 1.0\n")
+    (tmp_path / "beside_f.py").write_text("")
     (tmp_path / "loss.py").write_text("def own(logp_BT, old_logp_BT, advantage_BT, mask_BT, config): ...\n")
+    (tmp_path / "advantage.py").write_text("import yaml\n")
     cfg = Config(rewards=RewardsConfig(functions={"units": f"{tmp_path}/f.py:right"}))
     cfg.trainer.grpo.loss = f"{tmp_path}/loss.py:own"
+    cfg.trainer.grpo.advantage = f"{tmp_path}/advantage.py:own"
     alarms: list[str] = []
     records: Any = SimpleNamespace(event=lambda *_, **__: None, alarm=lambda step, what: alarms.append(what))
     progress: Any = SimpleNamespace(state_dict=lambda: {"unfinished": None}, load_state_dict=lambda state: None)
-    saved = {"step": 3, "code": code_sha256(), "trainer": {}}
-    saved["functions"] = files_sha256({**cfg.rewards.functions, "loss": cfg.trainer.grpo.loss})
+    saved: dict[str, Any] = {"step": 3, "code": code_sha256(), "trainer": {}}
     policy: Any = SimpleNamespace(load=lambda folder: saved)
     resets: Any = SimpleNamespace(done=[])
 
-    def resume() -> None:
-        Checkpoints(cfg, tmp_path, policy, {"trainer": progress}, resets, resets, records, leader()).resume(tmp_path)
+    def started() -> Checkpoints:
+        return Checkpoints(cfg, tmp_path, policy, {"trainer": progress}, resets, resets, records, leader())
 
+    def resume() -> None:
+        alarms.clear()
+        started().resume(tmp_path)
+
+    saved["functions"] = started().functions
     resume()
     assert alarms == []
     (tmp_path / "f.py").write_text("def right(prompt, response, truth):\n    return 0.0\n")
     resume()
     told = "was changed after the checkpoint: later steps follow another rule"
     assert alarms == [f"{tmp_path}/f.py {told}"]
-    (tmp_path / "loss.py").write_text("# another\n")
+    (tmp_path / "f.py").write_text("import beside_f\ndef right(prompt, response, truth):\n    return 1.0\n")
+    (tmp_path / "beside_f.py").write_text("# another\n")
     resume()
-    assert alarms[1:] == [f"{tmp_path}/{name} {told}" for name in ("f.py", "loss.py")]
+    assert alarms == [f"{tmp_path}/beside_f.py {told}"]
+    for name in ("loss.py", "advantage.py"):
+        (tmp_path / name).write_text("import yaml\n# another\n")
+    saved["functions"]["PyYAML"] = "0.1"
+    resume()
+    assert alarms == [
+        f"{name} {told}"
+        for name in (f"{tmp_path}/beside_f.py", f"{tmp_path}/loss.py", f"{tmp_path}/advantage.py", "PyYAML")
+    ]

@@ -164,7 +164,7 @@ def _final(row: Row, task: str, truth: dict[str, Any], answer: str, question: st
         return Drop("no answer", "the source gives none")
     if (fault := unusable(answer)) is not None:
         return fault
-    return Draft(task, question.strip(), truth, BOXED, f"\\boxed{{{answer}}}", row_id(row))
+    return Draft(task, question.strip(), truth=truth, form=BOXED, gold=f"\\boxed{{{answer}}}", row_id=row_id(row))
 
 
 def _tolerance(row: Row, answer: str) -> float | None:
@@ -227,7 +227,14 @@ def _choice(row: Row, question: str, options: Sequence[str], answer: Any) -> Dra
         return Drop("no problem", "the text is empty")
     listed = "\n".join(f"{letter}. {text}" for letter, text in zip(letters, options, strict=True))
     truth = {"answer": answer.strip(), "options": list(options)}
-    return Draft("stem", f"{question.strip()}\n\n{listed}", truth, CHOICE, f"\\boxed{{{answer.strip()}}}", row_id(row))
+    return Draft(
+        "stem",
+        f"{question.strip()}\n\n{listed}",
+        truth=truth,
+        form=CHOICE,
+        gold=f"\\boxed{{{answer.strip()}}}",
+        row_id=row_id(row),
+    )
 
 
 def gpqa(row: Row) -> Draft | Drop:
@@ -274,7 +281,17 @@ def scp(row: Row) -> Draft | Drop:
         return Drop("no answer", "R1's response is empty")
     domain = row.first("domain")
     meta = {"domain": domain} if isinstance(domain, str) else {}
-    drafted = Draft("stem", question.strip(), {}, BOXED, None, row_id(row), meta, solution, response)
+    drafted = Draft(
+        "stem",
+        question.strip(),
+        truth={},
+        form=BOXED,
+        gold=None,
+        row_id=row_id(row),
+        meta=meta,
+        reference=solution,
+        candidate=response,
+    )
     answer = last_box(response)
     if not answer or unusable(answer):
         return drafted

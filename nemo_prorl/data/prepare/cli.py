@@ -4,10 +4,13 @@ import argparse
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from nemo_prorl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nemo_prorl.data.prepare.finished import Parser
 
 _AGREEMENTS = ("judge", "grader", "none")
 
@@ -170,17 +173,31 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.estimate:
         sys.stdout.write(job.estimate(options))
         return 0
-    manifest = job.prepare(options, ["prorl", *sys.argv[1:]])
+    from nemo_prorl.data.prepare.finished import check_same_options, command_of, finished
+
+    parser = _parser()
+    command = command_of(parser, arguments)
+    if (manifest := finished(parser, options, command)) is not None:
+        sys.stdout.write(f"{options.out}: prepared already by this command, from the same data\n")
+    else:
+        check_same_options(parser, options, command)
+        manifest = job.prepare(options, command)
     sys.stdout.write(job.summary(options, manifest))
     return 0
+
+
+def _parser() -> "Parser":
+    from nemo_prorl.data.prepare.finished import Parser
+
+    parser = Parser()
+    _add_options(parser)
+    return parser
 
 
 def _paper(arguments: argparse.Namespace) -> int:
     from nemo_prorl.data.prepare.paper import Paper
 
-    parser = argparse.ArgumentParser()
-    _add_options(parser)
-    paper = Paper(arguments, parser, _options)
+    paper = Paper(arguments, _parser(), _options)
     paper.run()
     sys.stdout.write(paper.table())
     return paper.exit_code()

@@ -292,7 +292,9 @@ class Preparation:
             outcome = agreement.graded(drafts, records, opts.workers, opts.unsafe_no_sandbox)
         else:
             valid = self._truth_fault()
-            outcome = agreement.judged(drafts, opts.judge, opts.out / output.CACHE, valid, opts.size, opts.seed)
+            outcome = agreement.judged(
+                drafts, opts.judge, cache=opts.out / output.CACHE, fault_of=valid, size=opts.size, seed=opts.seed
+            )
         self.checks["agreement"] = outcome.check
         self._drop_where(one if isinstance(one, Drop) else None for one in outcome.results)
         kept = [one for one in outcome.results if isinstance(one, Draft)]

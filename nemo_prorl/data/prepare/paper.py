@@ -1,7 +1,6 @@
 """`prorl data prepare paper`: every folder of data=prorl and of the benchmarks of the set `paper`, in one command."""
 
 import argparse
-import json
 import logging
 import math
 import shlex
@@ -12,19 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from nemo_prorl.data import hub
-from nemo_prorl.data.prepare import job, output
-from nemo_prorl.data.prepare.inputs import HUB, PrepareOptions, has_inputs
+from nemo_prorl.data.prepare import job
+from nemo_prorl.data.prepare.finished import Parser, command_of, finished
+from nemo_prorl.data.prepare.inputs import HUB, PrepareOptions
 from nemo_prorl.data.prepare.manifest import PreparedManifest
-from nemo_prorl.data.prepare.rows import sha256_of
 from nemo_prorl.data.prepare.sources import ALL, Source, source_of
 from nemo_prorl.data.prepared import JUDGE, PAPER
 from nemo_prorl.errors import ConfigError, ProrlError, UnfitMachine
 
 _log = logging.getLogger(__name__)
 
-# Options that decide where files are and how fast it goes, but not which records are made.
-_NEUTRAL = {"--out", "--from", "--against", "--workers", "--unsafe-no-sandbox", "--judge-url", "--judge-workers"}
-_NEUTRAL |= {"--judge-deadline-s"}
 _HEAD = ("folder", "source", "state", "read", "kept", "train", "validation", "seconds", "dropped")
 _OF_ONE_SOURCE = (
     "name",
@@ -72,7 +68,7 @@ class Paper:
         options: converts a step's arguments; raises ConfigError.
     """
 
-    def __init__(self, arguments: argparse.Namespace, parser: argparse.ArgumentParser, options: Options) -> None:
+    def __init__(self, arguments: argparse.Namespace, parser: Parser, options: Options) -> None:
         for option in _OF_ONE_SOURCE:
             if getattr(arguments, option) != parser.get_default(option):
                 raise ConfigError(
@@ -127,8 +123,8 @@ class Paper:
         arguments = self._parser.parse_args([*step.words, *against], arguments)
         self._check_origin(step, arguments.origin)
         options = replace(self._options(arguments), goes_on=self._goes_on("FOLDER"))
-        command = ["prorl", "data", "prepare", *_given(self._parser, arguments)]
-        if (found := _finished(options, command)) is not None:
+        command = command_of(self._parser, arguments)
+        if (found := finished(self._parser, options, command)) is not None:
             step.manifest, step.state = found, "as before"
             return
         step.manifest, step.state = job.prepare(options, command), "made"
@@ -191,48 +187,3 @@ class Paper:
             lines.append(f"{', '.join(step.folder for step in steps)}: {fault}")
             lines += [f"  alone: prorl data prepare {shlex.join(step.words)}" for step in steps]
         return "\n".join(lines) + "\n"
-
-
-def _given(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> list[str]:
-    """Return the words that give these arguments: the source, and each option with another value than its default."""
-    words = [arguments.source]
-    for action in parser._actions:
-        if not action.option_strings or action.dest in ("help", "scale"):
-            continue
-        option, value = action.option_strings[0], getattr(arguments, action.dest)
-        if value == action.default:
-            continue
-        if isinstance(value, list):
-            words += [word for item in value for word in (option, str(item))]
-        elif value is True:
-            words.append(option)
-        else:
-            words += [option, "all" if value in (None, ALL) else str(value)]
-    return words
-
-
-def _decisive(command: list[str]) -> list[str]:
-    """Return the words of a command that decide which records it makes; a judge decides for two solutions only."""
-    neutral = _NEUTRAL if source_of(command[3]).judged else _NEUTRAL | {"--agreement", "--judge-model"}
-    words, kept = iter(command), []
-    for word in words:
-        if word not in neutral:
-            kept.append(word)
-        elif word != "--unsafe-no-sandbox":
-            next(words, None)
-    return kept
-
-
-def _finished(options: PrepareOptions, command: list[str]) -> PreparedManifest | None:
-    """Return the manifest of a folder that the same command has made from the same inputs; None if there is none."""
-    try:
-        manifest: PreparedManifest = json.loads((options.out / output.MANIFEST).read_text())
-        if _decisive(manifest["command"]) != _decisive(command) or not has_inputs(options, manifest):
-            return None
-        compared = manifest["checks"].get("contamination", {"against": []})["against"]
-        if [one["sha256"] for one in compared] != [sha256_of(file) for file in options.against]:
-            return None
-        whole = all(sha256_of(options.out / one["file"]) == one["sha256"] for one in manifest["outputs"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
-    return manifest if whole else None

@@ -104,7 +104,14 @@ def drafted_program(row: Row, question: str, truth: dict[str, Any] | Drop, gold:
     if not question.strip():
         return Drop("no problem", "the text is empty")
     form = _named(truth["fn_name"]) if "fn_name" in truth else PROGRAM if "tests" in truth else FUNCTION
-    return Draft("code", question.strip(), truth, form, None if gold is None else fenced(gold), row_id(row))
+    return Draft(
+        "code",
+        question.strip(),
+        truth=truth,
+        form=form,
+        gold=None if gold is None else fenced(gold),
+        row_id=row_id(row),
+    )
 
 
 def eurus(row: Row) -> Draft | Drop:

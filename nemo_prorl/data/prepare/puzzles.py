@@ -49,7 +49,9 @@ def _draft(dataset: str, entry: dict[str, Any], row_id: str) -> Draft | Drop:
     gold = None if text is None else f"<answer>{text}</answer>"
     truth = {"dataset": dataset, "entry": entry}
     meta = {"dataset": dataset}
-    return Draft("puzzles", question.strip(), truth, "", gold, row_id, meta, preface=PUZZLE_FORM)
+    return Draft(
+        "puzzles", question.strip(), truth=truth, form="", gold=gold, row_id=row_id, meta=meta, preface=PUZZLE_FORM
+    )
 
 
 def entry(row: Row) -> Draft | Drop:

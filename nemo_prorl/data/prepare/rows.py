@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from nemo_prorl.data import parquet as tables
 from nemo_prorl.errors import ConfigError, DataError
-from nemo_prorl.files import parsed, shortened
+from nemo_prorl.files import parsed, shortened, unique_keys
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".jsonl.gz")
 _SHOWN = 12  # most columns that an error message lists
@@ -161,6 +161,10 @@ def _table(file: Path, text: TextIO) -> Iterator[tuple[int, Any]]:
     separator = max(",;\t", key=head.count)
     rows = csv.DictReader(text, delimiter=separator)
     names = rows.fieldnames or []
+    if twice := [name for name in names if name and names.count(name) > 1]:
+        raise DataError(
+            f"{file}:1: {names.count(twice[0])} columns have the name {twice[0]!r}.  Fix: give each column its own name"
+        )
     line = rows.line_num + 1
     for values in rows:
         surplus, absent = values.get(None, ()), sum(value is None for value in values.values())
@@ -181,7 +185,7 @@ def _whole(file: Path) -> Iterator[tuple[int, Any]]:
         yield from _lines(file, io.BytesIO(raw))
         return
     try:
-        yield from enumerate(json.loads(raw), 1)
+        yield from enumerate(json.loads(raw, object_pairs_hook=unique_keys), 1)
     except ValueError as error:
         raise DataError(f"{file}: not JSON: {error}") from None
 

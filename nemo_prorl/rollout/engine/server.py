@@ -420,7 +420,16 @@ def serve(args: argparse.Namespace, token: str, shapes: Shapes, guard: Guard) ->
         sleep = EngineSleep(engine, args.sleep, frees_memory=not is_cpu_build())
         name = f"engine-{args.index}"
         served = served_file(args.endpoint_file) if args.endpoint_file else None
-        app.state.server = EngineServer(engine, limits, shapes, args.weights_dir, args.health_s, sleep, name, served)
+        app.state.server = EngineServer(
+            engine,
+            limits,
+            shapes=shapes,
+            weights_dir=args.weights_dir,
+            health_s=args.health_s,
+            sleep=sleep,
+            name=name,
+            served_file=served,
+        )
         await engine.update_weight_version(str(UNPUBLISHED))
         gc.collect()
         gc.freeze()  # the garbage collector skips the objects of vLLM and torch from now on

@@ -1,0 +1,94 @@
+"""Warnings about a configuration that a run accepts, but that is probably a mistake: each names key, value and cure.
+
+`checks` refuses what cannot work for any number of steps.  What has no effect within `max_steps` is only a warning,
+because a continued run may raise it; so is a number far outside what is published, because somebody may try it.
+"""
+
+from collections.abc import Iterator
+
+from omegaconf import DictConfig, OmegaConf
+
+from nemo_prorl.algorithms.reset_rules import LEAST_BASELINE, LEAST_DIFFERENCES
+from nemo_prorl.sizing.memory import is_small
+
+# key: (least, most, source).  The sources are for language models; ours are wide ranges around them.
+_USUAL = {
+    "model.optim.lr": (1e-7, 1e-4, "RL of language models: ProRL 2e-6, DAPO 1e-6, adapters up to 1e-4"),
+    "model.optim.weight_decay": (0, 0.3, "AdamW for language models: ProRL 0.01, DAPO 0.1"),
+    "model.optim.eps": (1e-16, 1e-4, "Adam: 1e-8, for language models also 1e-15"),
+    "trainer.gradient_clip_val": (0, 10, "published RL of language models: 0.1 to 1"),
+    "trainer.warmup.lr": (1e-7, 1e-2, "supervised training"),
+    "trainer.grpo.temperature": (0.3, 2, "published RL of language models: 0.6 to 1.5"),
+    "trainer.grpo.validation_temperature": (0, 2, "published evaluations: 0 to 1"),
+    "trainer.grpo.kl_coef": (0, 0.2, "published RL of language models: 0 to 0.04"),
+    "trainer.grpo.entropy_coef": (0, 0.1, "published RL of language models: 0 to 0.01"),
+    "trainer.grpo.adaptive_entropy.maximum": (0, 0.1, "published RL of language models: up to 0.005"),
+    "trainer.grpo.dual_clip": (1, 20, "dual-clip PPO: 3; DAPO and verl: 3 to 10"),
+    "trainer.grpo.correction.cap": (1, 10, "truncated importance sampling: 2"),
+}
+_SMALL_LR = (1e-6, 1e-2, "models of less than 20 million parameters")
+_CLIPS = {  # by trainer.grpo.loss; the other losses have no usual range
+    "clip": (0.05, 1, "the clipped loss: PPO 0.2; ProRL 0.2 and 0.4"),
+    "gspo": (1e-5, 0.1, "the clipped loss of sequences: GSPO 3e-4 and 4e-4"),
+}
+
+
+def cautions(cfg: DictConfig) -> Iterator[str]:
+    """Yield a warning for each probable mistake in a checked configuration."""
+    yield from _resets(cfg)
+    yield from _unusual(cfg)
+
+
+def _unusual(cfg: DictConfig) -> Iterator[str]:
+    clip = _CLIPS.get(cfg.trainer.grpo.loss)
+    clips = {f"trainer.grpo.{name}": clip for name in ("clip_low", "clip_high") if clip is not None}
+    small = {"model.optim.lr": _SMALL_LR} if is_small(cfg) else {}
+    for key, (least, most, source) in {**_USUAL, **small, **clips}.items():
+        value = OmegaConf.select(cfg, key)
+        if value is not None and not least <= value <= most:
+            yield f"{key}={value:g}: expected {least:g} to {most:g}, a range around {source}. It is used as it is"
+
+
+def _resets(cfg: DictConfig) -> Iterator[str]:
+    """Find settings of hard resets that have no effect."""
+    resets, steps, held_out = cfg.trainer.resets, cfg.trainer.grpo.max_steps, bool(cfg.data.validation)
+    if resets.every is not None and resets.every > steps:
+        yield (
+            f"trainer.resets.every={resets.every}: no regular reset, because trainer.grpo.max_steps={steps}."
+            f" Fix: at most {steps}, or null"
+        )
+    begins = cfg.chain.after is not None or cfg.chain.start_from is not None  # roll_back then chooses the checkpoint
+    if resets.roll_back and not held_out and not begins:
+        yield (
+            "trainer.resets.roll_back=true: no effect, because data.validation is empty, so no weights are known to be"
+            " the best. Fix: sources in data.validation, or false"
+        )
+    if resets.mode == "auto":
+        never = {rule: reason for rule in resets.rules.asks if (reason := _never(cfg, rule)) is not None}
+        for rule, reason in never.items():
+            whole = "no rule can ask for a reset" if len(never) == len(set(resets.rules.asks)) else "it cannot ask"
+            yield (
+                f"trainer.resets.mode=auto with {rule} in trainer.resets.rules.asks: {whole}: {reason}. Fix: change"
+                f" that, leave {rule} out of asks, or fix the steps with trainer.resets.at_steps or every"
+            )
+
+
+def _never(cfg: DictConfig, rule: str) -> str | None:
+    """Return why a rule of `algorithms.reset_rules` can never ask for a reset in this run; None if it can."""
+    grpo, rules = cfg.trainer.grpo, cfg.trainer.resets.rules
+    limit = f"trainer.grpo.max_steps={grpo.max_steps}"
+    scores = -(-grpo.max_steps // grpo.validate_every) if cfg.data.validation else 0
+    wanted = {"validation_drop": rules.drop_confirm + LEAST_BASELINE, "plateau": LEAST_BASELINE}.get(rule, 0)
+    steps = {"plateau": rules.plateau_steps, "kl_spike": LEAST_DIFFERENCES + 1 + 3}.get(rule, 0)
+    if wanted and not cfg.data.validation:
+        return "data.validation is empty"
+    if rules.cooldown_steps > grpo.max_steps:
+        return f"trainer.resets.rules.cooldown_steps={rules.cooldown_steps} is more than {limit}"
+    if steps > grpo.max_steps:
+        key = f"trainer.resets.rules.plateau_steps={steps}" if rule == "plateau" else f"its least of {steps} steps"
+        return f"{key} is more than {limit}"
+    if scores < wanted:
+        return (
+            f"{limit} has {scores} validations (trainer.grpo.validate_every={grpo.validate_every}), of {wanted} needed"
+        )
+    return None

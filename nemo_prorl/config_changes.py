@@ -1,0 +1,87 @@
+"""Comparison of two configurations: a run with its continuation, a fork with its parent.  No torch."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from nemo_prorl.config import all_keys
+from nemo_prorl.errors import ConfigError
+from nemo_prorl.lifecycle.retention import complete
+
+RECORDED = ("trainer.", "model.", "rollout.")  # sections whose changes the journal of a continued run records
+# Sections of a run that `prorl plan` compares with those of the run from which a fork begins.
+FORKED = (*RECORDED, "seed", "deterministic", "pretrained_checkpoint.", "rewards.", "data.")
+
+
+def leaves(tree: Any, prefix: str = "", into_lists: bool = True) -> Iterator[tuple[str, Any]]:
+    """Yield the full key and the value of each leaf of nested mappings.
+
+    Args:
+        into_lists: descend into lists of mappings too, with the index as part of the key; False: such a list is a leaf.
+    """
+    branches: Iterable[tuple[Any, Any]] = ()
+    if isinstance(tree, Mapping):
+        branches = tree.items()
+    elif into_lists and isinstance(tree, list) and any(isinstance(item, dict) for item in tree):
+        branches = enumerate(tree)
+    if prefix and not branches:
+        yield prefix, tree
+    for key, value in branches:
+        yield from leaves(value, f"{prefix}.{key}" if prefix else str(key), into_lists)
+
+
+def check_same_run(old: DictConfig, new: DictConfig) -> None:
+    """Raise ConfigError if `new` is not a continuation of the run whose configuration is `old`.
+
+    A continued run may raise `max_steps` and change the keys that `config` marks with `may_change`, such as the
+    parallel layout, deadlines, logging, and when later hard resets are made.
+    """
+    changed = {key: both for key, both in _differences(old, new).items() if not may_change(key)}
+    if changed:
+        differences = ", ".join(f"{key}={wanted} (the run has {was})" for key, (was, wanted) in changed.items())
+        saved = complete(Path(old.run_dir) / "checkpoints")
+        fork = f", or fork it: run_dir=NEW chain.start_from={saved[-1]}" if saved else ""
+        raise ConfigError(
+            f"{old.run_dir} holds a run with another configuration: {differences}.\n"
+            f"Fix: keep the run's values of these keys to continue it, or start another run with run_dir=...{fork}"
+        )
+    was, wanted = old.trainer.grpo.max_steps, new.trainer.grpo.max_steps
+    if wanted < was:
+        raise ConfigError(
+            f"trainer.grpo.max_steps={wanted}: expected at least {was}, the value that {old.run_dir} was started with"
+        )
+
+
+def changes(old: DictConfig, new: DictConfig, sections: tuple[str, ...] = RECORDED) -> str:
+    """Return the keys that differ, with both values; "" if there are none.
+
+    Such as `trainer.resets.mode=auto (was advise), trainer.resets.every=40 (was None)`.
+
+    Args:
+        sections: beginnings of the keys that count; default: training, layout and engines of a continued run.
+    """
+    found = {key: both for key, both in _differences(old, new).items() if key.startswith(sections)}
+    return ", ".join(f"{key}={wanted} (was {was})" for key, (was, wanted) in found.items())
+
+
+def _differences(old: DictConfig, new: DictConfig) -> dict[str, tuple[Any, Any]]:
+    """Return {key: (value in `old`, value in `new`)} of the keys that differ."""
+    before, after = (dict(leaves(OmegaConf.to_container(cfg, resolve=True))) for cfg in (old, new))
+    both = {key: (before.get(key), after.get(key)) for key in sorted(before.keys() | after.keys())}
+    return {key: pair for key, pair in both.items() if pair[0] != pair[1] and not _same_path(key, *pair)}
+
+
+def may_change(key: str) -> bool:
+    """Return whether a continued run may change the key."""
+    free = (known.name for known in all_keys() if known.rule.may_change)
+    return any(key == name or key.startswith(f"{name}.") for name in free)
+
+
+def _same_path(key: str, was: Any, wanted: Any) -> bool:
+    """Return whether both values name the same path; a Slurm job makes relative paths absolute."""
+    is_path = key.startswith("data.") and key.endswith((".path", ".folder"))
+    if not (is_path or key == "pretrained_checkpoint.restore_from_path") or not (was and wanted):
+        return False
+    return Path(was).absolute() == Path(wanted).absolute()

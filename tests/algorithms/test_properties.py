@@ -1,0 +1,114 @@
+"""The properties of losses and advantages: ours have them, and planted faults are caught by the right one."""
+
+from pathlib import Path
+
+import pytest
+
+from nemo_prorl.algorithms.advantages import ADVANTAGES
+from nemo_prorl.algorithms.objectives import OBJECTIVES
+from nemo_prorl.algorithms.properties import ADVANTAGE_CHECKS, LOSS_CHECKS, LOSS_REMARKS, trial
+from nemo_prorl.config import GRPOConfig
+from tests.algorithms.choices import choices
+
+# kind, function, properties that do not hold
+PLANTED = [
+    ("loss", "-ratio * A", {"direction", "bounds"}),
+    ("loss", "torch.where(mask_BT.cumsum(1) > 1, 1, -1) * ratio * A", {"direction"}),
+    ("loss", "1e30 * torch.minimum(ratio * A, clipped * A)", {"size", "extremes"}),
+    ("loss", "1e-9 * torch.minimum(ratio * A, clipped * A)", {"size"}),
+    ("loss", "torch.maximum(ratio * A, clipped * A)", {"bounds"}),
+    ("loss", "torch.where(A > 0, ratio.clamp(min=1 - c.clip_low), ratio.clamp(max=1 + c.clip_high)) * A", {"bounds"}),
+    ("loss", "ratio * A + 9 * (new - old).abs() * A", {"bounds"}),
+    ("loss", "ratio * A / mask_BT.shape[1]", {"padding"}),
+    ("loss", "(new - old).mean(1, keepdim=True).exp() * A + 0 * new", {"padding"}),
+    ("loss", "ratio * A / len(A)", {"micro_batches", "padding"}),
+    ("loss", "ratio * A / mask_BT.sum()", {"micro_batches"}),
+    ("loss", "ratio * (A - A.mean())", {"micro_batches", "padding", "direction"}),
+    ("loss", "ratio.cumsum(0) * A", {"micro_batches", "order", "direction"}),
+    ("loss", "torch.arange(1, len(A) + 1)[:, None] * ratio * A", {"micro_batches", "order"}),
+    ("loss", "(new.half() - old.half()).exp().to(new) * A", {"loss_call"}),
+    ("loss", "ratio.bfloat16() * A.bfloat16()", {"loss_call"}),
+    ("loss", "(new + 1e5 - (old + 1e5)).clamp(max=20).exp() * A", {"float64"}),
+    ("loss", "old.sub_(new).neg().clamp(max=20).exp() * A", {"loss_call"}),
+    ("loss", "(new.detach() - old).exp() * A", {"loss_call"}),
+    (
+        "loss",
+        "ratio * A / (mask_BT.sum(1, keepdim=True) - 1)",  # a response of one token
+        {"micro_batches", "order", "padding", "float64", "size", "extremes"},
+    ),
+    ("loss", "(new - old).exp() * A", {"extremes"}),
+    ("loss", "ratio * A + new", {"direction"}),
+    ("loss", "ratio * A * (1 + 0.1 * torch.rand_like(new))", {"loss_call"}),
+    ("loss", "ratio.sum(1, keepdim=True) * A[:, :1]", {"loss_call"}),
+    ("loss", "ratio * A * c.clip_hihg", {"loss_call"}),
+    ("loss", "None", {"loss_call"}),
+    ("advantage", "-centred", {"better"}),
+    ("advantage", "0 * centred", {"finite", "better", "scale"}),
+    ("advantage", "1e30 * centred", {"exchange", "scale"}),
+    ("advantage", "centred / centred.square().sum(1, keepdim=True).clamp(min=1e-30)", {"scale"}),
+    ("advantage", "1e-9 * centred", {"scale"}),
+    ("advantage", "centred / 0", {"finite", "exchange", "missing", "scale"}),
+    ("advantage", "centred - centred[:, :1]", {"exchange"}),
+    ("advantage", "centred * torch.arange(1, len(centred) + 1)[:, None]", {"exchange"}),
+    ("advantage", "reward - reward.mean(1, keepdim=True)", {"missing"}),
+    ("advantage", "centred.half()", {"advantage_call"}),
+    ("advantage", "centred.mul_(2)", {"advantage_call"}),
+    ("advantage", "torch.rand_like(centred)", {"advantage_call"}),
+    ("advantage", "centred[:, :1]", {"advantage_call"}),
+    ("advantage", "centred.tolist()", {"advantage_call"}),
+]
+
+UNUSUAL = [
+    ("new * A", {"clip_range"}),
+    ("ratio * A / mask_BT.sum(1, keepdim=True)", {"clip_range"}),  # nan where no token counts, which is ignored
+    ("torch.minimum(ratio * A, clipped * A)", set()),
+    ("clipped * A", {"clip_range"}),
+    ("ratio * A - A.abs() * (ratio - 1) ** 2 / (2 * 0.4)", set()),
+    ("ratio * A.clamp(min=0)", {"still", "clip_range"}),
+    ("torch.minimum(ratio * A, clipped * A) - 0.1 * (new - old) ** 2", {"no_advantage"}),
+]
+
+
+def own(folder: Path, kind: str, text: str) -> str:
+    """Write a loss or an advantage that returns `text`; return its place."""
+    (folder / "own.py").write_text(
+        "import torch\n\n\n"
+        "def loss(new, old, A, mask_BT, c):\n"
+        "    ratio = (new - old).clamp(max=20).exp()\n"
+        "    clipped = ratio.clamp(1 - c.clip_low, 1 + c.clip_high)\n"
+        f"    return {text if kind == 'loss' else None}\n\n\n"
+        f"def advantage(centred, reward, valid):\n    return {text if kind == 'advantage' else None}\n"
+    )
+    return f"{folder}/own.py:{kind}"
+
+
+@pytest.mark.parametrize(("kind", "text", "caught"), PLANTED, ids=lambda value: value if isinstance(value, str) else "")
+def test_a_planted_fault_is_caught(kind: str, text: str, caught: set[str], tmp_path: Path) -> None:
+    assert set(trial(kind, own(tmp_path, kind, text), GRPOConfig()).faults) == caught
+
+
+@pytest.mark.parametrize(("text", "remarks"), UNUSUAL, ids=lambda value: value if isinstance(value, str) else "")
+def test_an_unusual_loss_passes_with_a_remark(text: str, remarks: set[str], tmp_path: Path) -> None:
+    found = trial("loss", own(tmp_path, "loss", text), GRPOConfig())
+    assert (found.faults, set(found.remarks)) == ({}, remarks)
+
+
+def test_each_property_finds_something() -> None:
+    found = {name for *_, names in [*PLANTED, *UNUSUAL] for name in names}
+    assert found == {check.__name__ for check in (*LOSS_CHECKS, *LOSS_REMARKS, *ADVANTAGE_CHECKS)}
+
+
+@pytest.mark.parametrize("loss", OBJECTIVES.names)
+@pytest.mark.parametrize("aggregation", choices("aggregation"))
+def test_each_loss_has_the_properties_that_training_relies_on(loss: str, aggregation: str) -> None:
+    assert choices("loss") == OBJECTIVES.names
+    for dual_clip in (None, 1.5):
+        found = trial("loss", loss, GRPOConfig(aggregation=aggregation, dual_clip=dual_clip))
+        assert found.faults == {}
+        assert set(found.remarks) == ({"clip_range"} if loss == "cispo" else set())
+
+
+@pytest.mark.parametrize("advantage", ADVANTAGES.names)
+def test_each_advantage_has_the_properties_that_training_relies_on(advantage: str) -> None:
+    assert choices("advantage") == ADVANTAGES.names
+    assert trial("advantage", advantage, GRPOConfig()).faults == {}

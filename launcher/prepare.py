@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from nemo_prorl.caches import cache_folder
 from nemo_prorl.config import Config
 from nemo_prorl.errors import ConfigError, UnfitMachine
-from nemo_prorl.launcher.run_data import check_loss_and_advantage, check_prompts, check_rewards
+from nemo_prorl.launcher.run_data import check_own_functions, check_prompts, check_rewards
 from nemo_prorl.sizing.cores import Cores
 
 _log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
     from nemo_prorl.settings import read_config
 
     check_node(cfg)
-    check_loss_and_advantage(cfg)
+    check_own_functions(cfg)
     if fault := wandb_fault(cfg, os.environ):
         raise ConfigError(fault)
     for check in check_storage(cfg):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_prorl.config import Config, DataSource, GRPOConfig
+from nemo_prorl.config import Config, DataSource
 from nemo_prorl.errors import ConfigError, DataError
 from nemo_prorl.lifecycle.base_model import base_folder, initial_model, warms_up, warmup_records
 from nemo_prorl.own_functions import is_place
@@ -58,7 +58,7 @@ def check_files(cfg: DictConfig, will_start: bool = True) -> CheckedFiles:
         will_start: the run is about to start; False: a model folder without a tokenizer is not an error.
 
     Raises:
-        ConfigError: a reward function cannot be loaded, `check_loss_and_advantage` refuses, no plugin judges a task or
+        ConfigError: a reward function cannot be loaded, `check_own_functions` refuses, no plugin judges a task or
             is its second verifier, or the model has no tokenizer.
         DataError: a record is wrong, or its prompt is too long.
     """
@@ -75,7 +75,7 @@ def check_stages(cfgs: Sequence[DictConfig], will_start: bool = True) -> Iterato
     loaded: dict[str, LoadedData] = {}
     checked: dict[str, CheckedFiles] = {}
     for cfg in cfgs:
-        check_loss_and_advantage(cfg)
+        check_own_functions(cfg)
         data = _present(cfg)
         files = OmegaConf.to_yaml({**data, "tasks": None})
         key = OmegaConf.to_yaml(
@@ -164,28 +164,33 @@ def check_prompts(
     return fitted
 
 
-def check_loss_and_advantage(cfg: DictConfig) -> None:
-    """Try a loss and an advantage of the user as `prorl check-function` does; log what is unusual.
+def check_own_functions(cfg: DictConfig) -> None:
+    """Try a loss, an advantage and reset rules of the user as `prorl check-function` does; log what is unusual.
 
     Imports torch, but only if the run has one of them.
 
     Raises:
         ConfigError: the function cannot be imported, or lacks a property.
     """
-    for kind in ("loss", "advantage"):
-        place = cfg.trainer.grpo[kind]
+    grpo, rules = cfg.trainer.grpo, cfg.trainer.resets.rules
+    named = [
+        ("loss", "trainer.grpo.loss", grpo.loss, grpo),
+        ("advantage", "trainer.grpo.advantage", grpo.advantage, grpo),
+    ]
+    named += [("reset-rule", "trainer.resets.rules.asks", place, rules) for place in rules.asks]
+    for kind, key, place, config in named:
         if not is_place(place):
             continue
         from nemo_prorl.algorithms.properties import trial
 
-        found = trial(kind, place, cast(GRPOConfig, OmegaConf.to_object(cfg.trainer.grpo)))
+        found = trial(kind, place, OmegaConf.to_object(config))
         if found.faults:
             raise ConfigError(
-                f"trainer.grpo.{kind}={place}: expected a function with the properties that training relies on; got\n"
+                f"{key}={place}: expected a function with the properties that training relies on; got\n"
                 f"{found.words()}\nFix: the function; `prorl check-function {kind} {place}` tries it again"
             )
         for name, sentence in found.remarks.items():
-            _log.info("trainer.grpo.%s=%s: %s: %s", kind, place, name, sentence)
+            _log.info("%s=%s: %s: %s", key, place, name, sentence)
 
 
 def check_rewards(

@@ -121,9 +121,10 @@ def _parser() -> argparse.ArgumentParser:
     which = "checkpoint of a run directory: newest, best or a step number (default: newest)"
     export_hf.add_argument("--checkpoint", metavar="WHICH", dest="which", default="newest", help=which)
 
-    text = "try a loss or an advantage, by name or of your own, on the properties that training relies on"
+    text = "try a loss, an advantage or a reset rule, by name or of your own, on the properties that training relies on"
     check = _add(commands, "check-function", _check_function, text)
-    check.add_argument("kind", choices=("loss", "advantage"), help="the key below trainer.grpo that would name it")
+    kind = "what it is: the key trainer.grpo.loss, trainer.grpo.advantage or trainer.resets.rules.asks would name it"
+    check.add_argument("kind", choices=("loss", "advantage", "reset-rule"), help=kind)
     check.add_argument("place", metavar="FUNCTION", help="a name, FILE.py:FUNCTION, or MODULE:FUNCTION")
     _add_overrides(check)
 
@@ -272,10 +273,11 @@ def _check_function(arguments: argparse.Namespace) -> int:
     from nemo_prorl.algorithms import properties
 
     kind, place = arguments.kind, arguments.place
-    cfg: Any = OmegaConf.to_object(
-        settings.load([*arguments.overrides, f"trainer.grpo.{kind}={place}"], arguments.config)
-    )
-    found = properties.trial(kind, getattr(cfg.trainer.grpo, kind), cfg.trainer.grpo)
+    named = f"trainer.resets.rules.asks=['{place}']" if kind == "reset-rule" else f"trainer.grpo.{kind}={place}"
+    cfg: Any = OmegaConf.to_object(settings.load([*arguments.overrides, named], arguments.config))
+    config = cfg.trainer.resets.rules if kind == "reset-rule" else cfg.trainer.grpo
+    place = config.asks[0] if kind == "reset-rule" else getattr(config, kind)
+    found = properties.trial(kind, place, config)
     sys.stdout.write(f"{found.words()}\n")
     return 1 if found.faults else 0
 

@@ -175,7 +175,9 @@ class GRPOConfig:
 class ResetRulesConfig:
     """Rules that trigger or advise a hard reset; `algorithms.reset_rules` has the formulas."""
 
-    asks: list[str] = key(lambda: list(RESET_RULES), "rules that trigger a reset; others advise", choices=RESET_RULES)
+    asks: list[str] = key(
+        lambda: list(RESET_RULES), "rules that trigger a reset; others advise", choices=RESET_RULES, own=True
+    )
     cooldown_steps: int = key(50, "pause of a rule after the start, a reset or its last finding, in steps", least=1)
     drop_sigma: float = key(4.6, "drop: threshold in noise standard deviations; 4.6: 1 in 500,000 by chance", above=0)
     drop_min: float = key(0.05, "drop: smallest fall of a validation score that counts", least=0)

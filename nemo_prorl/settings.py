@@ -157,6 +157,8 @@ def _make_absolute(cfg: DictConfig) -> None:
         cfg.rewards.functions[task] = absolute(place)
     for name in ("loss", "advantage"):
         cfg.trainer.grpo[name] = own_functions.absolute(cfg.trainer.grpo[name])
+    rules = cfg.trainer.resets.rules
+    rules.asks = [own_functions.absolute(rule) for rule in rules.asks]
 
 
 def resolved_yaml(cfg: DictConfig) -> str:

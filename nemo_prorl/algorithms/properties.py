@@ -1,4 +1,4 @@
-"""Properties that every loss and every advantage must have; a user's function is tried on them before a run starts.
+"""Properties of losses, advantages and reset rules; a user's function is tried on them before a run starts.
 
 Each check returns None, or a sentence that says what went wrong and with which numbers.  All of them together take less
 than a second on one CPU.
@@ -16,13 +16,14 @@ from torch.overrides import TorchFunctionMode
 from nemo_prorl.algorithms.advantages import ADVANTAGES, group_advantages
 from nemo_prorl.algorithms.losses import denominator_terms, grpo_loss
 from nemo_prorl.algorithms.objectives import OBJECTIVES
+from nemo_prorl.algorithms.rule_properties import RULE_CHECKS, RULE_REMARKS
 from nemo_prorl.config import GRPOConfig
 
 SCALE = 1000.0  # an own loss may have gradients so many times smaller or larger than r A
 MOST_ADVANTAGE = 100.0  # for rewards from 0 to 1 in groups of 5
 LEAST_ADVANTAGE = 0.01  # of the largest in a group with the rewards 0 and 1
 
-Check = Callable[[GRPOConfig], str | None]
+Check = Callable[[Any], str | None]
 
 
 @dataclass(frozen=True)
@@ -372,10 +373,16 @@ def scale(config: GRPOConfig) -> str | None:
 
 ADVANTAGE_CHECKS: tuple[Check, ...] = (advantage_call, finite, exchange, missing, better, scale)
 
+_CHECKS: dict[str, tuple[tuple[Check, ...], tuple[Check, ...]]] = {
+    "loss": (LOSS_CHECKS, LOSS_REMARKS),
+    "advantage": (ADVANTAGE_CHECKS, ()),
+    "reset-rule": (RULE_CHECKS, RULE_REMARKS),
+}
+
 
 @dataclass(frozen=True)
 class Trial:
-    """The result of trying a `loss` or an `advantage` on its properties."""
+    """The result of trying a function on its properties."""
 
     faults: dict[str, str]  # a sentence by the name of each property that does not hold
     remarks: dict[str, str]  # the same for what is unusual, but may be wanted
@@ -388,17 +395,17 @@ class Trial:
         return "\n".join([*lines, self.summary])
 
 
-def trial(kind: str, place: str, config: GRPOConfig) -> Trial:
-    """Try a `loss` or an `advantage` on all properties, on the CPU.
+def trial(kind: str, place: str, config: Any) -> Trial:
+    """Try a `loss`, an `advantage` or a `reset-rule` on all properties, on the CPU.
 
     If the call itself fails, nothing else is tried.
 
     Args:
         place: a name, FILE.py:FUNCTION or MODULE:FUNCTION.
-        config: the other settings of the loss.
+        config: the other settings: a `GRPOConfig`, or the `ResetRulesConfig` of a rule.
     """
-    checks, unusual = {"loss": (LOSS_CHECKS, LOSS_REMARKS), "advantage": (ADVANTAGE_CHECKS, ())}[kind]
-    config = replace(config, loss=place) if kind == "loss" else replace(config, advantage=place)
+    checks, unusual = _CHECKS[kind]
+    config = replace(config, asks=[place]) if kind == "reset-rule" else replace(config, **{kind: place})
     faults = _findings(checks[:1], config)
     held = 0
     if not faults:
@@ -408,7 +415,7 @@ def trial(kind: str, place: str, config: GRPOConfig) -> Trial:
     return Trial(faults, {} if faults else _findings(unusual, config), summary)
 
 
-def _findings(checks: tuple[Check, ...], config: GRPOConfig) -> dict[str, str]:
+def _findings(checks: tuple[Check, ...], config: Any) -> dict[str, str]:
     found = {}
     for check in checks:
         try:

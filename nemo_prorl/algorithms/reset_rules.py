@@ -4,10 +4,14 @@ The paper resets when validation gets worse or stops improving (sec. 4.2), and s
 a plateau with a spike of KL (sec. 5.3; why: sec. 3.3.1).  It gives no numbers: rules and numbers are ours.  The paper
 also watches entropy, length and missing eos (sec. 4.2); the rules on these only advise.
 
-A rule sees one line of metrics.jsonl at a time.  A reset discards all earlier measurements.  For `cooldown_steps` after
-the start of a run and after each reset, no rule asks for a reset.  After a finding, the rule makes no finding on the
-same metric for `cooldown_steps` (the plateau rule: for `plateau_steps`; rules that only advise: until the run, or the
-time since its last reset, is twice as long); other rules are not affected.
+A rule is a function, registered by its name, with the arguments (history, rules): the metrics so far, and the section
+`trainer.resets.rules`.  It yields a finding for each fault that it sees after the history's last step, and has no state
+of its own.  `asks` names the rules that may ask for a reset, also rules of the user (docs/howto/own_loss.md).
+
+The history grows by one line of metrics.jsonl at a time.  A reset discards all earlier measurements.  For
+`cooldown_steps` after the start of a run and after each reset, no rule asks for a reset.  After a finding, the rule
+makes no finding on the same metric for `cooldown_steps` (the plateau rule: for `plateau_steps`; rules that only advise:
+until the run, or the time since its last reset, is twice as long); other rules are not affected.
 
 Noise.  A plateau's is that of the residuals about a line.  For drops and KL, the standard deviation of one measurement
 is its recorded standard error, or it is estimated as the standard deviation of successive differences over sqrt(2), in
@@ -16,14 +20,17 @@ becomes `t_quantile(k, dof)` if the standard deviation is estimated.  If both ar
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from nemo_prorl.config import ResetRulesConfig
+from nemo_prorl.algorithms.registry import NamedFunctions
+from nemo_prorl.config import RESET_RULES, ResetRulesConfig
+from nemo_prorl.errors import ConfigError
 
+KEY = "trainer.resets.rules.asks"
 ADVISING = ("truncation", "length", "entropy", "kl_high")
 LEAST_DIFFERENCES = 12  # with fewer differences, their scatter is not used
 LEAST_BASELINE = 4  # evaluations
@@ -55,16 +62,16 @@ class Finding:
 class History:
     """The metrics of a run that the rules need, and the findings that they have reported.
 
-    KL and validation scores are kept since the last reset; other metrics as means over blocks of 10 steps since the
-    run's start.
+    All metrics are kept since the last reset; those of rules that advise also as means over blocks of 10 steps since
+    the run's start.
     """
 
     step: int = 0
     began: int | None = None  # the step before the first recorded one
     last_reset: int | None = None
     validated: bool = False  # at `step`
-    series: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
-    errors: dict[str, dict[int, float]] = field(default_factory=dict)  # standard errors of `series`, where recorded
+    series: dict[str, list[tuple[int, float]]] = field(default_factory=dict)  # (step, value) by metric
+    errors: dict[str, dict[int, float]] = field(default_factory=dict)  # standard errors of validations, where recorded
     blocks: dict[str, list[float]] = field(default_factory=dict)  # means of whole blocks
     open_block: dict[str, list[float]] = field(default_factory=dict)  # values of the newest block, even if it is whole
     told: dict[str, int] = field(default_factory=dict)  # rule and subject -> step of the last finding
@@ -74,17 +81,29 @@ class History:
         self.step = int(line["step"])
         self.began = self.step - 1 if self.began is None else self.began
         numbers = {k: float(v) for k, v in line.items() if isinstance(v, int | float) and math.isfinite(v)}
-        names = [k for k in numbers if k.startswith("validation/") and k != "validation/all"]
-        self.validated = bool(names)
-        for key in ("kl", *names):
-            if key in numbers:
-                self.series.setdefault(key, []).append((self.step, numbers[key]))
+        self.validated = any(_is_score(key) for key in numbers)
+        for key, value in numbers.items():
+            self.series.setdefault(key, []).append((self.step, value))
         for name, value in (standard_errors or {}).items():
             if math.isfinite(value):
                 self.errors.setdefault(f"validation/{name}", {})[self.step] = value
         for key in ("rollout/truncated", "rollout/response_tokens", "entropy", "kl"):
             if key in numbers:
                 self._to_block(key, numbers[key])
+
+    @property
+    def since(self) -> int:
+        """Return the step of the last reset, or else the step before the first line."""
+        return (self.began or 0) if self.last_reset is None else self.last_reset
+
+    @property
+    def scores(self) -> dict[str, list[tuple[int, float]]]:
+        """Return `series` of the validations by source, without their mean `validation/all`."""
+        return {key: points for key, points in self.series.items() if _is_score(key)}
+
+    def finding(self, subject: str, seen: float, threshold: float, what: str) -> "Finding":
+        """Return a finding after the last step, for a rule to yield; the arguments are described in `Finding`."""
+        return Finding("", self.step, subject, float(seen), float(threshold), asks=False, what=what)
 
     def note(self, findings: Iterable[Finding]) -> None:
         """Record findings as reported: `decide` does not repeat them for `cooldown_steps` (or `plateau_steps`)."""
@@ -103,6 +122,14 @@ class History:
         values.append(value)
         if len(values) == BLOCK_STEPS:
             self.blocks.setdefault(key, []).append(sum(values) / BLOCK_STEPS)
+
+
+Rule = Callable[[History, ResetRulesConfig], Iterable[Finding]]
+RULES: NamedFunctions[Rule] = NamedFunctions(KEY)
+
+
+def _is_score(key: str) -> bool:
+    return key.startswith("validation/") and key != "validation/all"
 
 
 def policy_scores(scores: Mapping[Any, Mapping[str, Any]], resets: Iterable[Mapping[str, Any]]) -> dict[int, float]:
@@ -132,15 +159,40 @@ def best_policy(
 
 
 def decide(history: History, rules: ResetRulesConfig) -> list[Finding]:
-    """Return the findings after the history's last step, in the order drop (by name), plateau, KL, advice."""
+    """Return the findings after the history's last step: drop, plateau, KL, rules of the user, advice.
+
+    Raises ConfigError if a rule of the user fails.
+    """
     found = []
-    since = history.began if history.last_reset is None else history.last_reset
-    if since is not None and history.step - since >= rules.cooldown_steps:
-        if history.validated:
-            found += _drops(history, rules) + _plateau(history, rules, since)
-        found += _kl_spike(history, rules)
-    found += _advice(history, rules)
+    for name in dict.fromkeys((*RESET_RULES, *rules.asks, *ADVISING)):
+        if name in ADVISING or history.step - history.since >= rules.cooldown_steps:
+            found += findings_of(name, history, rules)
     return [finding for finding in found if not _silent(finding, history, rules)]
+
+
+def findings_of(name: str, history: History, rules: ResetRulesConfig) -> list[Finding]:
+    """Return what one rule finds, whether or not it has just found the same.
+
+    Args:
+        name: a registered name, FILE.py:FUNCTION or MODULE:FUNCTION.
+
+    Raises:
+        ConfigError: there is no such rule, it raised an error, or it yielded anything but findings of finite numbers.
+    """
+    rule = RULES[name]
+    try:
+        made = rule(history, rules)
+        found = list(made) if isinstance(made, Iterable) else [made]
+    except Exception as error:  # of the user's function
+        raise ConfigError(
+            f"{KEY}={name}: after step {history.step} it raised {type(error).__name__}: {error}"
+        ) from error
+    for finding in found:
+        if not isinstance(finding, Finding) or not math.isfinite(finding.seen + finding.threshold):
+            raise ConfigError(
+                f"{KEY}={name}: expected `yield history.finding(...)`, of finite numbers; got {finding!r}"
+            )
+    return [replace(finding, rule=name, asks=name in rules.asks) for finding in found]
 
 
 def _silent(finding: Finding, history: History, rules: ResetRulesConfig) -> bool:
@@ -151,7 +203,7 @@ def _silent(finding: Finding, history: History, rules: ResetRulesConfig) -> bool
     if finding.rule == "plateau":
         pause = max(pause, rules.plateau_steps)
     elif finding.rule in ADVISING:  # a lasting state is reported at twice, four times, eight times its first step
-        pause = max(pause, told - (history.began or 0 if history.last_reset is None else history.last_reset))
+        pause = max(pause, told - history.since)
     return history.step - told < pause
 
 
@@ -181,7 +233,8 @@ def replay(
 # --- the rules -------------------------------------------------------------------------------------------------------
 
 
-def _drops(history: History, rules: ResetRulesConfig) -> list[Finding]:
+@RULES.register
+def validation_drop(history: History, rules: ResetRulesConfig) -> Iterator[Finding]:
     """Find a validation score far below its best mean (paper sec. 5.3: a sudden degradation on one benchmark).
 
     best = the highest mean of m = `drop_baseline` successive evaluations since the reset, or fewer if there are fewer.
@@ -191,16 +244,13 @@ def _drops(history: History, rules: ResetRulesConfig) -> list[Finding]:
     about s b above their average.  Each of the last w evaluations must also lie below best by half of this threshold,
     so that a single bad evaluation is not a drop.
     """
-    found = []
-    for key in sorted(history.series):
-        points = history.series[key]
-        if key == "kl" or not points or points[-1][0] != history.step:
+    for key, points in sorted(history.scores.items()):
+        if points[-1][0] != history.step:
             continue
         for width in (rules.drop_confirm, rules.drop_confirm + 1):
             if finding := _drop(key, points, width, history, rules):
-                found.append(finding)
+                yield finding
                 break
-    return found
 
 
 def _drop(
@@ -227,12 +277,11 @@ def _drop(
     what = (
         f"{name} fell by {seen:.3g}, from {best:.3g} to {best - seen:.3g} over {width} evaluations (> {threshold:.3g})"
     )
-    return Finding(
-        "validation_drop", history.step, name, seen, threshold, asks="validation_drop" in rules.asks, what=what
-    )
+    return history.finding(name, seen, threshold, what)
 
 
-def _plateau(history: History, rules: ResetRulesConfig, since: int) -> list[Finding]:
+@RULES.register
+def plateau(history: History, rules: ResetRulesConfig) -> Iterator[Finding]:
     """Find a plateau: the mean validation score gains less than `plateau_gain` in `plateau_steps` (paper sec. 4.2).
 
     The windows are the last `plateau_steps` steps, twice, four times as many and so on, as far as they fit behind the
@@ -242,10 +291,10 @@ def _plateau(history: History, rules: ResetRulesConfig, since: int) -> list[Find
     of the windows, with k = `plateau_sigma`: if noise hides the gain, there is no finding.
     """
     length = rules.plateau_steps
-    while since <= (first := history.step - length):
-        window = {k: [p for p in points if p[0] >= first] for k, points in history.series.items() if k != "kl"}
-        most = max(map(len, window.values()), default=0)
-        whole = [points for points in window.values() if len(points) == most]
+    while history.validated and history.since <= (first := history.step - length):
+        window = [[p for p in points if p[0] >= first] for points in history.scores.values()]
+        most = max(map(len, window), default=0)
+        whole = [points for points in window if len(points) == most]
         if most >= LEAST_BASELINE:
             steps = [step for step, _ in whole[0]]
             blend = [sum(points[i][1] for points in whole) / len(whole) for i in range(most)]
@@ -258,13 +307,13 @@ def _plateau(history: History, rules: ResetRulesConfig, since: int) -> list[Find
                     f"the mean of {scores} changed by {gain:+.3g} in {rules.plateau_steps} steps, at most {seen:+.3g}"
                     f" (< {rules.plateau_gain:g}), by the last {length} steps"
                 )
-                asks = "plateau" in rules.asks
-                return [Finding("plateau", history.step, "blend", seen, rules.plateau_gain, asks=asks, what=what)]
+                yield history.finding("blend", seen, rules.plateau_gain, what)
+                return
         length *= 2
-    return []
 
 
-def _kl_spike(history: History, rules: ResetRulesConfig) -> list[Finding]:
+@RULES.register
+def kl_spike(history: History, rules: ResetRulesConfig) -> Iterator[Finding]:
     """Find a KL to the reference far above its earlier level (paper sec. 3.3.1, 5.3: a sudden increase of KL).
 
     seen = median of the last 3 steps / median of the n <= `kl_steps` steps before them: one odd batch is not a spike.
@@ -274,48 +323,69 @@ def _kl_spike(history: History, rules: ResetRulesConfig) -> list[Finding]:
     points = [p for p in history.series.get("kl", [])[-rules.kl_steps - 3 :] if p[1] > 0.0]
     before, last = points[:-3], [value for _, value in points[-3:]]
     if not before or points[-1][0] != history.step:
-        return []
+        return
     high, usual = median(last), median(value for _, value in before)
     bound = _bound([(step, math.log(value)) for step, value in before], {}, rules.kl_sigma)
     if bound is None or high < rules.kl_min:
-        return []
+        return
     spread = bound * math.sqrt(math.pi / 2 * (1 / 3 + 1 / len(before)))
     threshold = max(rules.kl_factor, math.exp(min(spread, 700.0)))
     if not high / usual > threshold:
-        return []
+        return
     what = f"KL rose to {high:.3g}, {high / usual:.3g} times the {usual:.3g} of the {len(before)} steps before"
     what += f" (> {threshold:.3g})"
-    return [Finding("kl_spike", history.step, "kl", high / usual, threshold, asks="kl_spike" in rules.asks, what=what)]
+    yield history.finding("kl", high / usual, threshold, what)
 
 
-def _advice(history: History, rules: ResetRulesConfig) -> list[Finding]:
-    """Find longer or more often cut off responses (paper sec. 4.2, run 3), collapsed entropy (sec. 3.2.1), a large KL.
+# The rules that only advise compare the last mean over 10 steps with the run's lowest or highest, or with a limit.
 
-    The means over blocks of 10 steps are compared: the last block's truncation (by difference) and length (by ratio)
-    with the run's lowest, its entropy (by ratio) with the run's highest, and its KL with a fixed limit.
-    """
-    found = []
 
-    def tell(rule: str, key: str, seen: float, threshold: float, what: str) -> None:
-        found.append(Finding(rule, history.step, key, seen, threshold, asks=False, what=what))
+def _block(history: History, key: str) -> tuple[float, float, float] | None:
+    """Return the last, lowest and highest of the means over blocks of 10 steps; None while the last is not whole."""
+    if len(history.open_block.get(key, [])) != BLOCK_STEPS:
+        return None
+    blocks = history.blocks[key]
+    return blocks[-1], min(blocks), max(blocks)
 
-    for key, blocks in history.blocks.items():
-        if len(history.open_block[key]) != BLOCK_STEPS:
-            continue
-        now, low, high = blocks[-1], min(blocks), max(blocks)  # with a single block the three are equal
-        if key == "kl" and now > rules.kl_high:
-            what = f"KL to the reference is {now:.3g} nats per token, the mean of 10 steps (> {rules.kl_high:g})"
-            tell("kl_high", key, now, rules.kl_high, what)
-        elif key == "rollout/truncated" and now - low > rules.truncation_rise:
+
+@RULES.register
+def truncation(history: History, rules: ResetRulesConfig) -> Iterator[Finding]:
+    """Find responses that are cut off more often, by difference to the run's lowest share (paper sec. 4.2, run 3)."""
+    if block := _block(history, key := "rollout/truncated"):
+        now, low, _ = block
+        if now - low > rules.truncation_rise:
             what = f"{now:.1%} of the responses are cut off; it was {low:.1%} (> {rules.truncation_rise:.1%} more)"
-            tell("truncation", key, now - low, rules.truncation_rise, what)
-        elif key == "rollout/response_tokens" and low and now > rules.length_factor * low:
+            yield history.finding(key, now - low, rules.truncation_rise, what)
+
+
+@RULES.register
+def length(history: History, rules: ResetRulesConfig) -> Iterator[Finding]:
+    """Find longer responses, by ratio to the run's shortest (paper sec. 4.2)."""
+    if block := _block(history, key := "rollout/response_tokens"):
+        now, low, _ = block
+        if low and now > rules.length_factor * low:
             what = f"responses have {now:.4g} tokens, {now / low:.3g} times their shortest (> {rules.length_factor:g})"
-            tell("length", key, now / low, rules.length_factor, what)
-        elif key == "entropy" and now < rules.entropy_share * high:
+            yield history.finding(key, now / low, rules.length_factor, what)
+
+
+@RULES.register
+def entropy(history: History, rules: ResetRulesConfig) -> Iterator[Finding]:
+    """Find collapsed entropy, by ratio to the run's highest (paper sec. 3.2.1)."""
+    if block := _block(history, key := "entropy"):
+        now, _, high = block
+        if now < rules.entropy_share * high:
             what = f"entropy is {now:.3g}, {now / high:.3g} of its highest (< {rules.entropy_share:g})"
-            tell("entropy", key, now / high, rules.entropy_share, what)
-    return sorted(found, key=lambda finding: ADVISING.index(finding.rule))
+            yield history.finding(key, now / high, rules.entropy_share, what)
+
+
+@RULES.register
+def kl_high(history: History, rules: ResetRulesConfig) -> Iterator[Finding]:
+    """Find a large KL to the reference, however steadily it came there."""
+    if block := _block(history, "kl"):
+        now = block[0]
+        if now > rules.kl_high:
+            what = f"KL to the reference is {now:.3g} nats per token, the mean of 10 steps (> {rules.kl_high:g})"
+            yield history.finding("kl", now, rules.kl_high, what)
 
 
 # --- noise -----------------------------------------------------------------------------------------------------------

@@ -90,7 +90,8 @@ class Checkpoints:
         self.saved: object = None  # key of the newest checkpoint
         code_sha256()  # hash of the running code: the files may change later
         grpo = self.cfg.trainer.grpo
-        own = [*places(self.cfg.rewards.functions), grpo.loss, grpo.advantage]
+        rules = self.cfg.trainer.resets.rules.asks
+        own = [*places(self.cfg.rewards.functions), grpo.loss, grpo.advantage, *rules]
         self.functions = {name: value for place in own for name, value in sources(place).items()}
 
     # --- resume and start of a stage -----------------------------------------------------------------------------

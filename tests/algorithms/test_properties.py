@@ -1,4 +1,4 @@
-"""The properties of losses and advantages: ours have them, and planted faults are caught by the right one."""
+"""The properties of losses, advantages and reset rules: of ours, and planted faults by the right one."""
 
 from pathlib import Path
 
@@ -7,7 +7,8 @@ import pytest
 from nemo_prorl.algorithms.advantages import ADVANTAGES
 from nemo_prorl.algorithms.objectives import OBJECTIVES
 from nemo_prorl.algorithms.properties import ADVANTAGE_CHECKS, LOSS_CHECKS, LOSS_REMARKS, trial
-from nemo_prorl.config import GRPOConfig
+from nemo_prorl.algorithms.reset_rules import RULES
+from nemo_prorl.config import RESET_RULES, GRPOConfig, ResetRulesConfig
 from tests.algorithms.choices import choices
 
 # kind, function, properties that do not hold
@@ -112,3 +113,34 @@ def test_each_loss_has_the_properties_that_training_relies_on(loss: str, aggrega
 def test_each_advantage_has_the_properties_that_training_relies_on(advantage: str) -> None:
     assert choices("advantage") == ADVANTAGES.names
     assert trial("advantage", advantage, GRPOConfig()).faults == {}
+
+
+@pytest.mark.parametrize("rule", RULES.names)
+def test_each_reset_rule_has_the_properties_that_training_relies_on(rule: str) -> None:
+    assert RULES.names[:3] == RESET_RULES
+    assert trial("reset-rule", rule, ResetRulesConfig()).faults == {}
+
+
+RULE_FAULTS: list[tuple[str, set[str], set[str]]] = [
+    ("return None", {"rule_call"}, set()),
+    ("yield 'kl'", {"rule_call"}, set()),
+    ("yield history.finding('kl', float('inf'), 0, 'words')", {"rule_call"}, set()),
+    ("yield history.finding('kl', *history.series['kl'][-1], 'words')", {"rule_call"}, set()),
+    ("yield history.finding('kl', seen.append(9) or len(seen), 0, 'words')", {"repeatable"}, set()),
+    ("history.series.clear(); yield from ()", {"read_only"}, set()),
+    ("yield history.finding('kl', 1, 0, 'words')", set(), {"steady"}),
+    ("yield from ()", set(), {"silent"}),
+    (
+        "for s, kl in history.series.get('kl', [])[-1:]:\n"
+        "        if kl > 3 * rules.kl_min * 10 or kl < 0.005: yield history.finding('kl', kl, 0.03, 'words')",
+        set(),
+        set(),
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "faults", "remarks"), RULE_FAULTS, ids=[text for text, *_ in RULE_FAULTS])
+def test_a_planted_fault_of_a_rule_is_caught(text: str, faults: set[str], remarks: set[str], tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(f"seen = []\ndef rule(history, rules):\n    {text}\n")
+    found = trial("reset-rule", f"{tmp_path}/own.py:rule", ResetRulesConfig())
+    assert (set(found.faults), set(found.remarks)) == (faults, remarks)

@@ -1,14 +1,16 @@
-"""Losses and advantages that a run names: those of a file of the user, and each that comes with the project."""
+"""Losses, advantages and reset rules that a run names: of a file of the user, and each that comes with the project."""
 
 import hashlib
+import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nemo_prorl.cli import main
-from nemo_prorl.config import DataSource
+from nemo_prorl.config import DataSource, ResetRulesConfig, ResetsConfig
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.own_functions import module_of, sha256, sources
 from nemo_prorl.planning import algorithm
@@ -113,10 +115,10 @@ def test_the_page_s_examples_pass_the_check_and_a_faulty_one_does_not(
     page = (ROOT / "docs" / "howto" / "own_loss.md").read_text()
     (tmp_path / "mine.py").write_text("\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)))
     commands = re.findall(r"^prorl (check-function .*)$", page, re.MULTILINE)
-    assert [main(command.split()) for command in commands] == [0, 0]
+    assert [main(command.split()) for command in commands] == [0, 0, 0]
     assert "/mine.py:pure: 9 of 9 properties hold" in capsys.readouterr().out
     runs = re.findall(r"^prorl train (.*)$", page, re.MULTILINE)
-    assert [main(["train", "--dry-run", *words.split()]) for words in runs] == [0, 0]
+    assert [main(["train", "--dry-run", *words.split()]) for words in runs] == [0, 0, 0]
     assert f"advantage: {tmp_path}/mine.py:sign" in capsys.readouterr().out
     (tmp_path / "other.py").write_text(
         "def pure(logp_BT, old, advantage_BT, mask, c):\n    return -logp_BT * advantage_BT\n"
@@ -127,6 +129,7 @@ def test_the_page_s_examples_pass_the_check_and_a_faulty_one_does_not(
 
 AGAINST = "def own(logp_BT, old, advantage_BT, mask, c):\n    return -logp_BT * advantage_BT\n"
 HUGE = "def own(centred_GN, reward_GN, valid_GN):\n    return 1e30 * centred_GN\n"
+RULE = "def own(history, rules):\n    yield history.finding('kl', history.series['kl'][-1][1], 0.0, 'words')\n"
 REWARD = "def own(prompt, response):\n    return 1.0\n"
 
 
@@ -135,9 +138,14 @@ REWARD = "def own(prompt, response):\n    return 1.0\n"
     [
         ("trainer.grpo.loss", AGAINST, "direction: at ratio 1, "),
         ("trainer.grpo.advantage", HUGE, "scale: rewards from 0 to 1 give an advantage of 8e.29"),
+        (
+            "trainer.resets.rules.asks",
+            RULE,
+            "rule_call: it raised ConfigError: .*after step 0 it raised KeyError: 'kl'",
+        ),
         ("rewards.functions.units", REWARD, "expected a function of .prompt, response, truth."),
     ],
-    ids=["loss", "advantage", "reward"],
+    ids=["loss", "advantage", "rule", "reward"],
 )
 @pytest.mark.parametrize(
     "command", [["plan"], ["train", "--dry-run"], ["launch", "--here", "--stages=run1..run2"]], ids=" ".join
@@ -153,7 +161,8 @@ def test_a_wrong_function_is_refused_before_a_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(text)
-    words = [*command, "run_dir=run", f"{key}=mine.py:own"]
+    place = "[mine.py:own]" if key.endswith("asks") else "mine.py:own"
+    words = [*command, "run_dir=run", f"{key}={place}"]
     assert main(words if command[0] != "launch" else [*words, "data=domains", "--dry-run"]) == 2
     assert re.search(told, caplog.text), caplog.text
     assert f"{key}" in caplog.text
@@ -223,3 +232,67 @@ def test_the_hash_changes_with_a_helper_and_not_with_the_folder(tmp_path: Path) 
     assert sha256(f"{tmp_path}/b/moved.py:f") == before
     (tmp_path / "alone.py").write_text(AGAINST)
     assert sha256(f"{tmp_path}/alone.py:own") == hashlib.sha256(AGAINST.encode()).hexdigest()
+
+
+# Fifteen lines outside of the package are a rule.
+LONGER = """
+def longer(history, rules):
+    key = "policy/grad_norm"
+    norms = [norm for step, norm in history.series.get(key, [])]
+    if len(norms) >= 2:
+        yield history.finding(key, norms[-1], 0.0, f"{len(norms)} steps since {history.since}")
+"""
+
+
+def test_a_rule_of_the_user_resets_the_run_and_replay_knows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text(LONGER)
+    place = f"{tmp_path}/mine.py:longer"
+    rules = ResetRulesConfig(asks=[place], cooldown_steps=1, plateau_steps=3, plateau_gain=9.0, plateau_sigma=0.0)
+    run = SmallRun(config(tmp_path / "run", ResetsConfig(mode="auto", rules=rules), max_steps=5, validate_every=1))
+    trainer = run.start(monkeypatch)
+    try:
+        trainer.train()
+    finally:
+        run.close()
+    said = [(reset["step"], reset["reason"]) for reset in trainer.resets.done]
+    assert said == [(2, f"{place}: 2 steps since 0"), (4, f"{place}: 2 steps since 2")]
+    assert [line["step"] for line in run.lines() if line["kl"] == 0.0] == [1, 3, 5]
+    settings = [f"{key}={value}" for key, value in asdict(rules).items() if key != "asks"]
+    command = ["replay", str(run.folder), "--json", "--rules", *settings]
+    assert main([*command, f"asks=['{place}']"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(f["step"], f["rule"], f["asks"]) for f in found if f["rule"] == place] == [
+        (2, place, True),
+        (4, place, True),
+    ]
+    assert main(command) == 0
+    assert place not in capsys.readouterr().out
+
+
+def test_a_rule_that_was_edited_while_the_run_was_stopped_raises_an_alarm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text(LONGER)
+    rules = ResetRulesConfig(asks=[f"{tmp_path}/mine.py:longer"])
+    run = SmallRun(config(tmp_path / "run", ResetsConfig(rules=rules), max_steps=2))
+    for steps in (2, 3):
+        run.cfg.trainer.grpo.max_steps = steps
+        trainer = run.start(monkeypatch)
+        try:
+            trainer.train()
+            trainer.finish()
+        finally:
+            run.close()
+        (tmp_path / "mine.py").write_text(LONGER + "# edited\n")
+    assert f"{tmp_path}/mine.py was changed after the checkpoint" in "".join(run.alarms())
+
+
+def test_the_configuration_makes_the_place_of_a_rule_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(LONGER)
+    cfg = load(["trainer.resets.mode=auto", "trainer.resets.rules.asks=[plateau,mine.py:longer]"])
+    assert cfg.trainer.resets.rules.asks == ["plateau", f"{tmp_path}/mine.py:longer"]
+    with pytest.raises(ConfigError, match="has no function longr. Did you mean longer?"):
+        load(["trainer.resets.rules.asks=[mine.py:longr]"])

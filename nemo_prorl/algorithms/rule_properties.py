@@ -1,0 +1,87 @@
+"""Properties that every rule for hard resets must have; `properties.trial` tries a rule of the user on them.
+
+The rule, alone in `asks`, sees invented metrics: of a run in which nothing changes, and of runs in which all
+metrics fall or rise after half of the steps.  Each check returns None, or a sentence that says what went wrong.
+"""
+
+import copy
+import random
+from collections.abc import Iterator
+
+from nemo_prorl.algorithms.reset_rules import Finding, History, findings_of
+from nemo_prorl.config import ResetRulesConfig
+
+STEPS = 400
+FALL, RISE = 0.2, 5.0
+# Usual values of metrics; the validations are measured each tenth step.
+_METRICS = {
+    **{"kl": 0.01, "entropy": 0.6, "reward/all": 0.2, "reward/shaped": 0.2, "keep_rate/all": 0.2, "solved/all": 0.1},
+    **{"unsolved/all": 0.2, "rollout/response_tokens": 900.0, "rollout/truncated": 0.1, "rollout/repetition": 0.1},
+    **{"policy/grad_norm": 0.2, "policy/max_ratio": 2.0, "policy/clipped_high": 0.01, "policy/clipped_low": 0.01},
+}
+_VALIDATIONS = {"validation/math": 0.2, "validation/code": 0.15, "validation/all": 0.175}
+
+
+def histories(factor: float) -> Iterator[History]:
+    """Yield a run's history after each step; it is one object that grows.
+
+    Args:
+        factor: what all metrics are multiplied with in the second half of the steps.
+    """
+    noise, history = random.Random(0), History()
+    for step in range(1, STEPS + 1):
+        usual = _METRICS | (_VALIDATIONS if step % 10 == 0 else {})
+        now = factor if step > STEPS // 2 else 1.0
+        line = {key: value * now * noise.uniform(0.97, 1.03) for key, value in usual.items()}
+        history.add({"step": step, **line}, {"math": 0.01, "code": 0.01} if step % 10 == 0 else None)
+        yield history
+
+
+def _found(rules: ResetRulesConfig, factor: float) -> list[Finding]:
+    return [finding for history in histories(factor) for finding in findings_of(rules.asks[0], history, rules)]
+
+
+def rule_call(rules: ResetRulesConfig) -> str | None:
+    """The rule yields findings or nothing after any step, also before the first one and right after a reset."""
+    for history in (History(), *histories(RISE)):
+        findings_of(rules.asks[0], history, rules)
+    history.reset(STEPS)
+    findings_of(rules.asks[0], history, rules)
+    return None
+
+
+def repeatable(rules: ResetRulesConfig) -> str | None:
+    """The same metrics give the same findings, so that a resumed run decides as one that was never interrupted."""
+    differs = any(_found(rules, factor) != _found(rules, factor) for factor in (FALL, RISE))
+    return "the same metrics gave other findings the second time: a rule has no state of its own" if differs else None
+
+
+def read_only(rules: ResetRulesConfig) -> str | None:
+    """The rule leaves the history as it is, because other rules read it, too."""
+    for history in histories(RISE):
+        if history.step % 50 == 0:
+            before = copy.deepcopy(history)
+            findings_of(rules.asks[0], history, rules)
+            if history != before:
+                return "it changed the history"
+    return None
+
+
+RULE_CHECKS = (rule_call, repeatable, read_only)
+
+
+def steady(rules: ResetRulesConfig) -> str | None:
+    """In a run in which nothing changes, the rule finds nothing."""
+    found = _found(rules, 1.0)
+    return f"it finds something in a run in which nothing changes, first after step {found[0].step}" if found else None
+
+
+def silent(rules: ResetRulesConfig) -> str | None:
+    """In a run in which all metrics change, the rule finds something."""
+    if any(_found(rules, factor) for factor in (FALL, RISE)):
+        return None
+    known = ", ".join(_METRICS | _VALIDATIONS)
+    return f"it found nothing in runs in which these metrics fall or rise {RISE:g} times: {known}"
+
+
+RULE_REMARKS = (steady, silent)  # true of some good rules

@@ -25,8 +25,8 @@ from nemo_prorl.lifecycle.step_traces import StepTraces
 from nemo_prorl.lifecycle.stopping import FORWARDED_AS
 from nemo_prorl.lifecycle.warmup import warm_up
 from nemo_prorl.rewards.second import SecondVerifiers
-from nemo_prorl.rollout.overlap import OneStepOff
 from nemo_prorl.rollout.group_arrays import decode
+from nemo_prorl.rollout.overlap import OneStepOff
 from nemo_prorl.rollout.rollouts import Rollouts
 from nemo_prorl.rollout.weights import weights_folder
 from nemo_prorl.trainer import Trainer

@@ -90,6 +90,8 @@ class RunState(typing.TypedDict):
     """sha256 over the package's Python files"""
     functions: dict[str, str]
     """code of the user's reward functions, loss and advantage: sha256 by file, version by installed package"""
+    files: dict[str, Sha256]
+    """sha256 of each file beside state.json that contains groups"""
     trainer: ProgressState
     records: RecordsState
     validation: ValidationState

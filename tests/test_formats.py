@@ -542,6 +542,7 @@ def test_state_fits(tmp_path: Path) -> None:
     from nemo_prorl.algorithms.entropy import AdaptiveEntropy
     from nemo_prorl.config import DataSource, GRPOConfig
     from nemo_prorl.data.blend import Blend
+    from nemo_prorl.lifecycle.checkpoints import GROUPS
     from nemo_prorl.lifecycle.records import code_sha256
     from nemo_prorl.metrics import Metrics
     from nemo_prorl.trainer import TrainerState
@@ -555,20 +556,21 @@ def test_state_fits(tmp_path: Path) -> None:
     parts.validation.scores[0] = SCORES
     rates.update("math", True)
     state = {
-        **{"format": 4, "weights_sha256": SHA, "reference_sha256": SHA, "step": 2, "stage": "none", "version": "0.1.0"},
+        **{"format": 5, "weights_sha256": SHA, "reference_sha256": SHA, "step": 2, "stage": "none", "version": "0.1.0"},
         "code": code_sha256(),
         "functions": {},
+        "files": {GROUPS: SHA},
         "trainer": TrainerState(2).state_dict(),
         **{name: getattr(parts, name).state_dict() for name in ("records", "validation", "resets")},
         "prompts": blend.state_dict(),
-        "rollouts": {"surplus": [], "draws": 4, "keep_rates": rates.state_dict()},
+        "rollouts": {"surplus": [3], "draws": 4, "keep_rates": rates.state_dict()},
         "entropy": AdaptiveEntropy(GRPOConfig().adaptive_entropy).state_dict(),
     }
     assert against("state", {**state, "trainer": TrainerState(3, Metrics(3, "none")).state_dict()}) == []
     assert against("state", state) == []
     assert against("state", {**state, "format": 3})
     assert against("state", {k: v for k, v in state.items() if k != "rollouts"})
-    imported = {"format": 4, "weights_sha256": SHA, "reference_sha256": SHA, "step": 0, "imported_from": "/models/x"}
+    imported = {"format": 5, "weights_sha256": SHA, "reference_sha256": SHA, "step": 0, "imported_from": "/models/x"}
     assert against("state", imported) == []
 
 

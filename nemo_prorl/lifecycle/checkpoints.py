@@ -1,4 +1,4 @@
-"""Checkpoints of a run: the policy in Megatron's format, and named parts in state.json.
+"""Checkpoints of a run: the policy in Megatron's format, named parts in state.json, and groups of responses.
 
 A part is any object with `state_dict` and `load_state_dict`; `rank.build` names all parts.
 `policy.checkpoint_files` lists the files of a checkpoint and their writers.  All trainer ranks must
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+GROUPS = "groups.safetensors"  # file of the groups that the state of the rollouts refers to (`rollout.group_arrays`)
+
 
 class Stateful(Protocol):
     """A part of a run whose state is in each checkpoint as JSON, written by rank 0."""
@@ -44,7 +46,7 @@ class Stateful(Protocol):
 class ImportedState(TypedDict):
     """The state.json of an imported model, written by prorl import-hf."""
 
-    format: Literal[4]
+    format: Literal[5]
     weights_sha256: Sha256
     reference_sha256: Sha256
     step: Literal[0]
@@ -111,10 +113,12 @@ class Checkpoints:
         try:
             retention.check_continuable(folder)
             state = self.policy.load(folder)
+            groups = self.leader.only(lambda: retention.read_file(folder, GROUPS, state))
         except DamagedCheckpoint:
             if "SLURM_JOB_ID" in os.environ and retention.set_aside(folder):
                 _log.error("%s is damaged; it is now %s%s", folder, folder.name, DAMAGED)
             raise
+        groups.run_on_leader(lambda data: state["rollouts"].update(groups=data))
         for name, part in self.parts.items():
             part.load_state_dict(state[name])
         self.saved = self._key(state["step"])
@@ -193,7 +197,8 @@ class Checkpoints:
             budget=None if grpo.checkpoint_budget_gb is None else int(grpo.checkpoint_budget_gb * 1e9),
             needed=[best] if best is not None and roll_back else [],
         )
-        self.policy.save(retention.step_folder(self.folder, step), state, retain)
+        files = {GROUPS: self.parts["rollouts"].groups()}  # type: ignore[attr-defined]
+        self.policy.save(retention.step_folder(self.folder, step), state, retain, files)
         self.records.checkpoint_s += time.monotonic() - began
 
     def _key(self, step: int) -> object:

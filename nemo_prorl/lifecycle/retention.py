@@ -8,6 +8,7 @@ step-000040.damaged  set aside by a user or a job: never loaded, never removed
 """
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -24,7 +25,8 @@ from nemo_prorl.lifecycle.killpoints import killpoint
 
 _log = logging.getLogger(__name__)
 
-FORMAT: Literal[4] = 4  # format of state.json and the files next to it
+FORMAT: Literal[5] = 5  # format of state.json and the files next to it
+_READABLE = 4, FORMAT  # in format 4, state.json held the groups: its weights can be used, but no run continues from it
 OLD, TRASH = ".old", ".trash"
 
 
@@ -61,7 +63,7 @@ def read_state(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder} is not a complete checkpoint: it has no state.json") from e
     except (OSError, ValueError) as e:
         raise DamagedCheckpoint(folder, f"{folder / 'state.json'} cannot be read: {json_fault(e)}") from e
-    if state.get("format") != FORMAT:
+    if state.get("format") not in _READABLE:
         raise CheckpointError(
             f"{folder}/state.json: format={state.get('format')!r}: expected {FORMAT}. Fix: use the version of"
             " nemo_prorl that wrote the checkpoint"
@@ -72,11 +74,31 @@ def read_state(folder: Path) -> dict[str, Any]:
 def check_continuable(folder: Path) -> None:
     """Raise CheckpointError if this version cannot continue from the checkpoint `folder`."""
     state = read_state(folder)
-    if state.get("version") != __version__:
+    written, this = f"{state.get('version')}, format {state['format']}", f"{__version__}, format {FORMAT}"
+    if written != this:
         raise CheckpointError(
-            f"{folder} was written by version {state.get('version')}; this is {__version__}. Fix: continue with that"
-            f" version, or start another run from it: run_dir=OTHER chain.start_from={folder}"
+            f"{folder} was written by version {written}; this is {this}. Fix: continue with that version, or start"
+            f" another run from it: run_dir=OTHER chain.start_from={folder}"
         )
+
+
+def read_file(folder: Path, name: str, state: Mapping[str, Any]) -> bytes:
+    """Return the content of a file beside state.json.
+
+    Args:
+        state: content of state.json, with the file's sha256 in `files`.
+
+    Raises DamagedCheckpoint if the file cannot be read, or was changed after the save.
+    """
+    try:
+        data = (folder / name).read_bytes()
+    except OSError as e:
+        raise DamagedCheckpoint(folder, f"{folder / name} cannot be read: {e.strerror}") from e
+    if (sha256 := hashlib.sha256(data).hexdigest()) != (expected := state["files"][name]):
+        raise DamagedCheckpoint(
+            folder, f"{folder / name} was changed after the save: expected sha256 {expected}; got {sha256}"
+        )
+    return data
 
 
 def to_remove(

@@ -4,16 +4,18 @@ checkpoints/step-000040/        complete once it has this name; written as step-
     *.distcp .metadata          all ranks: tensors of the policy, the optimizer and the reference policy
     common.pt metadata.json     rank 0: the optimizer's settings, and the format
     rng-RANK.pt                 each rank: its random states
+    groups.safetensors          rank 0: the groups that wait for a later step (rollout/group_arrays.py)
     state.json                  rank 0: the state of each part of the run (`rank.build` names the parts), and the sha256
-                                of weights and reference
+                                of weights, reference and groups
 """
 
 import copy
+import hashlib
 import json
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -142,11 +144,14 @@ class _Snapshot:
     common: dict[str, Any]  # the optimizer's settings and counters beside its tensors
     rng: RandomState
     state: dict[str, Any]  # state of the parts of the run; rank 0 writes it to state.json
+    files: Mapping[str, Callable[[], bytes]]  # further files of rank 0: a function that returns the content, by name
     weights: list[tuple[str, torch.Tensor]]  # rank 0 only: (Hugging Face name, whole tensor), for the sha256
     reference_sha256: str
 
     @classmethod
-    def take(cls, actor: Actor, state: dict[str, Any], copy_cpu: bool) -> "_Snapshot":
+    def take(
+        cls, actor: Actor, state: dict[str, Any], files: Mapping[str, Callable[[], bytes]], copy_cpu: bool
+    ) -> "_Snapshot":
         """Take a snapshot of the actor, in the training thread.  A collective.
 
         Args:
@@ -170,6 +175,7 @@ class _Snapshot:
             common=copy.deepcopy(common),
             rng=random_state(),
             state=json.loads(json.dumps(state)),
+            files=files,
             weights=weights,
             reference_sha256=actor.reference_sha256(),
         )
@@ -206,8 +212,11 @@ class _Snapshot:
             load_plain(folder / "common.pt")
             save_config(CheckpointingConfig("torch_dist", 1), str(folder))
             hashes = {"weights_sha256": sha256_of(self.weights), "reference_sha256": self.reference_sha256}
-            (folder / "state.json").write_text(json.dumps({"format": FORMAT, **hashes, **self.state}))
-            files += [folder / "common.pt", folder / "metadata.json", folder / "state.json", folder]
+            written = {name: _write_file(folder / name, content()) for name, content in self.files.items()}
+            state = {"format": FORMAT, **hashes, "files": written, **self.state}
+            (folder / "state.json").write_text(json.dumps(state))
+            files += [folder / name for name in ("common.pt", "metadata.json", *written, "state.json")]
+            files.append(folder)
         for file in files:
             _sync(file)
 
@@ -238,19 +247,27 @@ class PolicyStore:
         """True while this rank writes.  Ranks may have different values, so no common decision may depend on it."""
         return self._thread is not None and self._thread.is_alive()
 
-    def save(self, folder: Path, state: dict[str, Any], on_complete: Callable[[], object] | None = None) -> None:
+    def save(
+        self,
+        folder: Path,
+        state: dict[str, Any],
+        on_complete: Callable[[], object] | None = None,
+        files: Mapping[str, Callable[[], bytes]] | None = None,
+    ) -> None:
         """Save the actor and rank 0's `state` as they are now, after the previous write is complete.  A collective.
 
         Args:
             state: goes into state.json; must be JSON.
             on_complete: called on rank 0, in the writing thread, once the folder has its final name.
+            files: functions that return the content of further files, by name; called on rank 0, in the writing
+                thread.  state.json gets the files' sha256.
 
         Raises:
             CheckpointError, DeadlineExceeded: the previous write failed or is not complete, as in `wait`; without
                 `background` also if this write failed.
         """
         self.wait()
-        snapshot = _Snapshot.take(self.actor, state, copy_cpu=self.background)
+        snapshot = _Snapshot.take(self.actor, state, files or {}, copy_cpu=self.background)
         if not self.background:
             self._write(snapshot, folder, on_complete)
             return
@@ -422,6 +439,12 @@ def _load_module(actor: Actor, state: dict[str, Any]) -> None:
 def _make_empty(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+
+
+def _write_file(path: Path, content: bytes) -> str:
+    """Write a file and return its sha256."""
+    path.write_bytes(content)
+    return hashlib.sha256(content).hexdigest()
 
 
 def _sync(path: Path) -> None:

@@ -21,10 +21,10 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Annotated, Any, NotRequired, TypedDict
 
 import torch
@@ -42,7 +42,7 @@ from nemo_prorl.rewards.second import SecondVerdicts, SecondVerifiers
 from nemo_prorl.rollout.background import BackgroundLoop
 from nemo_prorl.rollout.endpoints import Response, SamplingParams, response_seed
 from nemo_prorl.rollout.engines import EnginePool
-from nemo_prorl.rollout.groups import CollectedBatch, Group, PromptDraw, TaskTally
+from nemo_prorl.rollout.groups import CollectedBatch, Group, PromptDraw, TaskTally, draws_of
 from nemo_prorl.rollout.scheduling import is_fresh
 from nemo_prorl.schema import Amount, Constraint, Count
 
@@ -65,14 +65,14 @@ class _StateBefore:
 class CollectorState(TypedDict):
     """Fields of the collector in a checkpoint."""
 
-    surplus: list[dict[str, Any]]
-    """groups left for the next step"""
+    surplus: list[Count]
+    """draw numbers of the groups left for the next step; the groups are in groups.safetensors"""
     draws: Count
     """prompts drawn since the start of the run"""
     keep_rates: dict[str, Annotated[list[Amount], Constraint(minItems=2, maxItems=2)]]
     """by task: sum of kept groups, sum of decided groups; older groups count less"""
     waiting: NotRequired[dict[str, Any] | None]
-    """batch of the next step, if it was collected while the last step trained"""
+    """batch of the next step, if it was collected while the last step trained; its groups as draw numbers"""
 
 
 class Collector:
@@ -368,15 +368,24 @@ class Collector:
         await self._rewards.close()
 
     def state_dict(self) -> CollectorState:
-        """Return the exact state as JSON values.  Call it only while no collection runs."""
+        """Return the exact state beside `groups` as JSON values.  Call it only while no collection runs."""
         return {
-            "surplus": [asdict(group) for group in self._surplus],
+            "surplus": draws_of(self._surplus),
             "draws": self._draws,
             "keep_rates": self.keep_rates.state_dict(),
         }
 
-    def load_state_dict(self, state: CollectorState) -> None:
-        self._surplus = [Group.from_json(value) for value in state["surplus"]]
+    def groups(self) -> list[Group]:
+        """Return the groups to which `state_dict` refers.  Later collections do not change them."""
+        return list(self._surplus)
+
+    def load_state_dict(self, state: CollectorState, groups: Mapping[int, Group]) -> None:
+        """Return to a state.
+
+        Args:
+            groups: the groups of that state, by draw number.
+        """
+        self._surplus = [groups[draw] for draw in state["surplus"]]
         self._draws = int(state["draws"])
         self.keep_rates.load_state_dict(state["keep_rates"])
 

@@ -6,8 +6,8 @@ Suffixes: G groups, N responses of a group.
 """
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from nemo_prorl.algorithms.diagnostics import repetition
@@ -86,10 +86,10 @@ class Group:
             return "solved"
         return "unsolved" if high <= tolerance else "tied"
 
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> "Group":
-        """Return the group of a JSON value that `dataclasses.asdict` made from a group."""
-        return cls(**{**value, "responses": [Response(**response) for response in value["responses"]]})
+
+def draws_of(groups: Iterable[Group]) -> list[int]:
+    """Return the draw number of each group; no two groups of a run have the same."""
+    return [group.draw_index for group in groups]
 
 
 @dataclass
@@ -189,12 +189,17 @@ class CollectedBatch:
         groups = [replace(group, **left_out) for group in self.groups]
         return replace(self, groups=groups, dropped=[], disagreements=[])
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the batch as JSON values, with the draw numbers of its groups in place of the groups."""
+        numbers = {"groups": draws_of(self.groups), "dropped": draws_of(self.dropped)}
+        return {**asdict(replace(self, groups=[], dropped=[])), **numbers}
+
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> "CollectedBatch":
-        """Return the batch of a JSON value that `dataclasses.asdict` made from a batch."""
+    def from_json(cls, value: dict[str, Any], groups: Mapping[int, Group]) -> "CollectedBatch":
+        """Return the batch of a value of `to_json`, with its groups from `groups`, by draw number."""
         parts = {
-            "groups": [Group.from_json(group) for group in value["groups"]],
-            "dropped": [Group.from_json(group) for group in value["dropped"]],
+            "groups": [groups[draw] for draw in value["groups"]],
+            "dropped": [groups[draw] for draw in value["dropped"]],
             "tasks": {task: TaskTally(**tally) for task, tally in value["tasks"].items()},
             "outcomes": [(prompt_id, outcome) for prompt_id, outcome in value["outcomes"]],
         }

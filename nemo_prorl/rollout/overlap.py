@@ -8,13 +8,13 @@ corrects the loss for this difference.
 
 import contextlib
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import asdict
 from typing import Any
 
 from nemo_prorl.errors import RolloutAbandoned
 from nemo_prorl.rollout.collector import Collector, CollectorState, _StateBefore
-from nemo_prorl.rollout.groups import CollectedBatch
+from nemo_prorl.rollout.groups import CollectedBatch, Group
 
 
 class OneStepOff(Collector):
@@ -82,9 +82,13 @@ class OneStepOff(Collector):
         super().drop()
 
     def state_dict(self) -> CollectorState:
-        return {**super().state_dict(), "waiting": asdict(self._waiting) if self._waiting else None}
+        return {**super().state_dict(), "waiting": self._waiting.to_json() if self._waiting else None}
 
-    def load_state_dict(self, state: CollectorState) -> None:
+    def groups(self) -> list[Group]:
+        waiting = self._waiting
+        return [*super().groups(), *(waiting.groups + waiting.dropped if waiting else [])]
+
+    def load_state_dict(self, state: CollectorState, groups: Mapping[int, Group]) -> None:
         waiting = state.get("waiting")  # absent in a checkpoint of the base class
-        self._waiting = None if waiting is None else CollectedBatch.from_json(waiting)
-        super().load_state_dict(state)
+        self._waiting = None if waiting is None else CollectedBatch.from_json(waiting, groups)
+        super().load_state_dict(state, groups)

@@ -18,7 +18,8 @@ from nemo_prorl.leader import Leader, LeaderOnly
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.rewards.canaries import BOUND, CanaryWatch
 from nemo_prorl.rollout.collector import Collector, CollectorState
-from nemo_prorl.rollout.groups import CollectedBatch, TaskTally
+from nemo_prorl.rollout.group_arrays import decode, encode
+from nemo_prorl.rollout.groups import CollectedBatch, Group, TaskTally
 from nemo_prorl.rollout.overlap import OneStepOff
 from nemo_prorl.rollout.report import report_rollout
 from nemo_prorl.rollout.weights import WeightStore, weights_folder
@@ -219,8 +220,26 @@ class Rollouts:
     def state_dict(self) -> CollectorState:
         return self.collector.call(lambda collector: collector.state_dict())
 
-    def load_state_dict(self, state: CollectorState) -> None:
-        self.collector.call(lambda collector: collector.load_state_dict(state))
+    def groups(self) -> Callable[[], bytes]:
+        """Return a function that encodes the groups of `state_dict` as they are now; on ranks other than 0, no groups.
+
+        It may be called later and in another thread, because groups never change.
+        """
+        groups: list[Group] = []
+        self.collector.run_on_leader(lambda collector: groups.extend(collector.groups()))
+        return partial(encode, groups)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Return to the state of a checkpoint.
+
+        Args:
+            state: result of `state_dict`; on rank 0 with `groups`, the bytes that the function of `groups` returned.
+        """
+
+        def load(collector: Collector) -> None:
+            collector.load_state_dict(state, {group.draw_index: group for group in decode(state["groups"])})  # type: ignore[arg-type]
+
+        self.collector.call(load)
         self._canaries = CanaryWatch.replay(self._records.lines())  # empty on ranks other than 0, which raise no alarm
 
     def carry(self, state: dict[str, Any]) -> None:

@@ -1,7 +1,8 @@
 """Checkpoints of `small_run`: the weights of its policy and state.json, in the folders of a real run."""
 
+import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,19 +26,36 @@ class SmallStore:
         self.written: list[int] = []  # step of each checkpoint
         self._open: Callable[[], None] = lambda: None
 
-    def save(self, folder: Path, state: dict[str, Any], on_complete: Callable[[], object] | None = None) -> None:
+    def save(
+        self,
+        folder: Path,
+        state: dict[str, Any],
+        on_complete: Callable[[], object] | None = None,
+        files: Mapping[str, Callable[[], bytes]] | None = None,
+    ) -> None:
         self.wait()
         hashes = {"weights_sha256": self.policy.weights_sha256(), "reference_sha256": self.policy.reference_sha256()}
         text = json.dumps({"format": FORMAT, **hashes, **state})
-        self._open = partial(self._write, folder, self.policy.state(), text, on_complete)
+        self._open = partial(self._write, folder, self.policy.state(), text, files or {}, on_complete)
         if not self.background:
             self.wait()
 
-    def _write(self, folder: Path, policy: dict[str, Any], text: str, on_complete: Callable[[], object] | None) -> None:
+    def _write(
+        self,
+        folder: Path,
+        policy: dict[str, Any],
+        text: str,
+        files: Mapping[str, Callable[[], bytes]],
+        on_complete: Callable[[], object] | None,
+    ) -> None:
         temporary = folder.with_name(folder.name + ".tmp")
         temporary.mkdir(parents=True, exist_ok=True)
         torch.save(policy, temporary / "policy.pt")
-        (temporary / "state.json").write_text(text)
+        hashes = {}
+        for name, content in files.items():
+            (temporary / name).write_bytes(data := content())
+            hashes[name] = hashlib.sha256(data).hexdigest()
+        (temporary / "state.json").write_text(json.dumps({**json.loads(text), "files": hashes}))
         put_in_place(temporary, folder)
         self.written.append(int(folder.name.removeprefix("step-")))
         if on_complete is not None:

@@ -35,6 +35,26 @@ def test_a_damaged_checkpoint_ends_the_start_with_the_cure(tmp_path: Path, monke
     assert run.alarms() == [f"2: {newest}.damaged was damaged; the run goes on from the checkpoint of step 2"]
 
 
+@pytest.mark.parametrize("damage", ["missing", "changed"])
+def test_damaged_groups_end_the_start_with_the_cure(
+    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    go(SmallRun(config(tmp_path, max_steps=4)), monkeypatch)
+    file = tmp_path / "checkpoints" / "step-000004" / "groups.safetensors"
+    data = file.read_bytes()
+    file.unlink()
+    if damage == "changed":
+        file.write_bytes(data[:-1] + b" ")
+    with pytest.raises(DamagedCheckpoint) as refused:
+        go(SmallRun(config(tmp_path, max_steps=6)), monkeypatch)
+    what = {"missing": "cannot be read: No such file", "changed": "was changed after the save: expected sha256"}[damage]
+    assert str(refused.value).startswith(f"{file} {what}")
+    assert f"Fix: mv {file.parent} {file.parent}.damaged; the same command" in str(refused.value)
+    file.write_bytes(data)
+    assert go(SmallRun(config(tmp_path, max_steps=6)), monkeypatch).progress.step == 6
+
+
 def test_a_job_sets_a_damaged_checkpoint_aside_and_goes_on_from_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

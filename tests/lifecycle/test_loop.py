@@ -25,6 +25,7 @@ from nemo_prorl.lifecycle.step_traces import StepTraces
 from nemo_prorl.lifecycle.stopping import FORWARDED_AS
 from nemo_prorl.lifecycle.warmup import warm_up
 from nemo_prorl.rewards.second import SecondVerifiers
+from nemo_prorl.rollout.group_arrays import decode
 from nemo_prorl.rollout.overlap import OneStepOff
 from nemo_prorl.rollout.rollouts import Rollouts
 from nemo_prorl.rollout.weights import weights_folder
@@ -312,6 +313,8 @@ def test_one_step_off_each_batch_is_made_while_the_step_before_trains(
                 go(run, monkeypatch, stops)
             waiting = state_of(run, 2)["rollouts"]["waiting"]
             assert (waiting["step"], waiting["version"]) == (3, 1)
+            stored = decode((run.folder / "checkpoints" / "step-000002" / "groups.safetensors").read_bytes())
+            assert {*waiting["groups"]} <= {group.draw_index for group in stored}
         go(run, monkeypatch)
         assert isinstance(run.collector, OneStepOff)
         assert run.alarms() == []  # also in steps without a token of the present weights

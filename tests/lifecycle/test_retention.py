@@ -176,10 +176,14 @@ def test_a_checkpoint_of_other_code_is_refused_before_anything_starts(tmp_path: 
     with pytest.raises(CheckpointError, match="is not a complete checkpoint"):
         retention.check_continuable(tmp_path)
     state.write_text(json.dumps({"format": 1, "version": __version__}))
-    with pytest.raises(CheckpointError, match="format=1: expected 4"):
+    with pytest.raises(CheckpointError, match="format=1: expected 5"):
         retention.check_continuable(tmp_path)
     state.write_text(json.dumps({"format": retention.FORMAT, "version": "0.0.9"}))
-    with pytest.raises(CheckpointError, match=r"written by version 0.0.9; this is"):
+    with pytest.raises(CheckpointError, match=r"written by version 0.0.9, format 5; this is"):
+        retention.check_continuable(tmp_path)
+    state.write_text(json.dumps({"format": 4, "version": __version__}))  # its groups are in state.json
+    assert retention.read_state(tmp_path)["format"] == 4
+    with pytest.raises(CheckpointError, match=rf"written by version {__version__}, format 4; this is .* format 5. Fix"):
         retention.check_continuable(tmp_path)
     state.write_text(json.dumps({"format": retention.FORMAT, "version": __version__}))
     retention.check_continuable(tmp_path)

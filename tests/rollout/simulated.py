@@ -14,7 +14,10 @@ from nemo_prorl.rewards.interface import RewardResult, Verdict, failed_verdict, 
 from nemo_prorl.rollout.collector import Collector
 from nemo_prorl.rollout.endpoints import Response, SamplingParams
 from nemo_prorl.rollout.engine_load import EngineLoad
+from nemo_prorl.rollout.group_arrays import decode, encode
 from nemo_prorl.rollout.groups import CollectedBatch, PromptDraw
+
+_LOGP = -11184811 / 2**25  # about -1 / 3; as from an engine, a float32
 
 
 def config(max_infrastructure_failures: int = 8, reward_s: float = 30.0, **grpo: Any) -> Config:
@@ -143,7 +146,7 @@ class Simulated:
             await asyncio.sleep(self.seconds(prompt) if self.seconds else self.random.random() * self.delay)
             rng = random.Random(seed)
             ids = [rng.randrange(512) for _ in range(rng.randint(1, 5))]
-            response = Response(index, ids, [-1.0 / 3] * len(ids), rng.choice(["stop", "length"]), version or 0)
+            response = Response(index, ids, [_LOGP] * len(ids), rng.choice(["stop", "length"]), version or 0)
             if on_response is not None:
                 on_response(response)
             return response
@@ -177,6 +180,15 @@ def summary(batch: CollectedBatch) -> dict[str, Any]:
     }
 
 
+def state_of(collector: Collector) -> dict[str, Any]:
+    """Return the state as a checkpoint has it: JSON values, and the bytes of the groups."""
+    return {**json.loads(json.dumps(collector.state_dict())), "groups": encode(collector.groups())}
+
+
+def load_state(collector: Collector, state: Any) -> None:
+    collector.load_state_dict(state, {group.draw_index: group for group in decode(state["groups"])})
+
+
 def collected(
     engines: Any,
     rewards: Any,
@@ -192,11 +204,11 @@ def collected(
     prompts = Numbered(start)
     collector = collector_of(engines, rewards, prompts, cfg, keep_rate, canaries, second)
     if state is not None:
-        collector.load_state_dict(state)
+        load_state(collector, state)
     first = 1 if state is None else state["next"]
     try:
         batches = [collector.take(step, step - 1) for step in range(first, first + steps)]
-        after = json.loads(json.dumps({**collector.state_dict(), "next": first + steps}))
+        after = {**state_of(collector), "next": first + steps}
     finally:
         collector.close()
     return batches, after, prompts.drawn

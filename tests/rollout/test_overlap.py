@@ -3,7 +3,6 @@
 import json
 import threading
 import time
-from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -11,9 +10,20 @@ import pytest
 from nemo_prorl.config import DynamicSamplingConfig
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import EngineRefused, RolloutAbandoned
+from nemo_prorl.rollout.group_arrays import decode, encode
 from nemo_prorl.rollout.groups import CollectedBatch
 from nemo_prorl.rollout.overlap import OneStepOff
-from tests.rollout.simulated import EvenIsRight, Numbered, Plain, Simulated, config, expecting, summary
+from tests.rollout.simulated import (
+    EvenIsRight,
+    Numbered,
+    Plain,
+    Simulated,
+    config,
+    expecting,
+    load_state,
+    state_of,
+    summary,
+)
 
 
 class Trained:
@@ -34,7 +44,7 @@ class Trained:
             self.collector.keep_rates = expecting(keep_rate)
         if state is not None:
             self.prompts.return_to(state["position"])
-            self.collector.load_state_dict(state["collector"])
+            load_state(self.collector, state["collector"])
 
     def step(self, step: int, last: bool = False) -> CollectedBatch:
         batch = self.collector.take(step, step - 1)
@@ -45,7 +55,7 @@ class Trained:
 
     def state(self) -> Any:
         """As a checkpoint has it."""
-        return json.loads(json.dumps({"position": self.prompts.position(), "collector": self.collector.state_dict()}))
+        return {"position": self.prompts.position(), "collector": state_of(self.collector)}
 
 
 def shown(batch: CollectedBatch) -> dict[str, Any]:
@@ -116,7 +126,9 @@ def test_rewards_that_nobody_waits_for_are_hidden() -> None:
 
 def test_a_batch_comes_back_from_json_as_it_was() -> None:
     (batch, *_), _ = run(2)
-    assert CollectedBatch.from_json(json.loads(json.dumps(asdict(batch)))) == batch
+    value, groups = json.loads(json.dumps(batch.to_json())), decode(encode(batch.groups + batch.dropped))
+    assert value["groups"] == [group.draw_index for group in batch.groups]
+    assert CollectedBatch.from_json(value, {group.draw_index: group for group in groups}) == batch
 
 
 @pytest.mark.parametrize(("staleness", "carried"), [(1, 0), (2, 12)])

@@ -146,7 +146,7 @@ def test_random_states_that_a_resume_would_refuse_are_refused_when_they_are_writ
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     bad: Any = RunsCode(tmp_path / "run")
     with pytest.raises(CheckpointError, match=r"rng-1\.pt was refused"):
-        checkpoint_files._Snapshot({}, {}, bad, {}, [], "").write_rest(tmp_path)
+        checkpoint_files._Snapshot({}, {}, bad, {}, {}, [], "").write_rest(tmp_path)
     assert not (tmp_path / "run").exists()
 
 
@@ -158,7 +158,7 @@ def test_what_a_resume_would_refuse_is_refused_when_it_is_written(
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     state = random_state()
     for common, written in (({"optimizer": {"lr": 1.0}}, True), ({"optimizer": RunsCode(tmp_path / "run")}, False)):
-        snapshot = checkpoint_files._Snapshot({}, common, state, {"step": 1}, [("w", torch.zeros(2))], "0" * 64)
+        snapshot = checkpoint_files._Snapshot({}, common, state, {"step": 1}, {}, [("w", torch.zeros(2))], "0" * 64)
         folder = tmp_path / str(written)
         folder.mkdir()
         if written:
@@ -182,7 +182,7 @@ def test_metadata_that_a_resume_would_refuse_is_refused_when_it_is_written(
     monkeypatch.setattr(checkpoint_files, "torch_distributed_save", save)
     monkeypatch.setattr(checkpoint_files, "FileSystemWriter", lambda *_, **__: None)
     with pytest.raises(CheckpointError, match=r"\.metadata was refused"):
-        checkpoint_files._Snapshot({}, {}, random_state(), {}, [], "").write_tensors(tmp_path, None)
+        checkpoint_files._Snapshot({}, {}, random_state(), {}, {}, [], "").write_tensors(tmp_path, None)
     assert not (tmp_path / "run").exists()
 
 

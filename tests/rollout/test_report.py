@@ -197,7 +197,7 @@ def test_a_verifier_that_errs_on_canaries_is_an_alarm_also_across_a_resume() -> 
         records = SimpleNamespace(alarm=lambda step, what: alarms.append((step, what)), lines=lambda: lines)
         leader: Any = OneBatch(batch)
         made = Rollouts(cfg, Path("run"), None, None, leader, records, None)  # type: ignore[arg-type]
-        made.load_state_dict({})  # type: ignore[typeddict-item]
+        made.load_state_dict({})
         return made
 
     part = rollouts()

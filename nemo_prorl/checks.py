@@ -282,6 +282,14 @@ def _batch(cfg: DictConfig) -> Iterator[Fault]:
     if grpo.correction.floor > grpo.correction.cap:
         reason = f"expected at most trainer.grpo.correction.cap={grpo.correction.cap}"
         yield "trainer.grpo.correction.floor", reason
+    if grpo.old_logp == "engine":
+        why = "expected trainer, because"
+        if grpo.correction.kind != "none":
+            fix = f"trainer.grpo.correction.kind={grpo.correction.kind} weighs pi_old / pi_engine, which are one here"
+            yield "trainer.grpo.old_logp", f"{why} {fix}. Fix: trainer.grpo.correction.kind=none, or old_logp=trainer"
+        if grpo.adaptive_entropy.enabled:
+            needs = "trainer.grpo.adaptive_entropy needs the trainer's entropy in each step"
+            yield "trainer.grpo.old_logp", f"{why} {needs}. Fix: old_logp=trainer, or entropy_coef instead"
 
 
 def _context(cfg: DictConfig) -> Iterator[Fault]:
@@ -336,14 +344,14 @@ def _one_step_off(cfg: DictConfig) -> Iterator[Fault]:
     """Check the keys that `rollout.own_devices` (engines with their own devices) needs.
 
     These engines work one step ahead, so each batch is one weight version old.  `dynamic_sampling.max_staleness` must
-    allow this age, and `correction.kind` must not be none.
+    allow this age, and `correction.kind` must not be none, unless pi_old is the engine's policy.
     """
     grpo, key = cfg.trainer.grpo, "rollout.own_devices"
     if not cfg.rollout.own_devices:
         return
     if grpo.dynamic_sampling.max_staleness < 1:
         yield key, "each batch is one weight version old. Fix: trainer.grpo.dynamic_sampling.max_staleness=1"
-    if grpo.correction.kind == "none":
+    if grpo.correction.kind == "none" and grpo.old_logp == "trainer":
         yield key, "each batch is from older weights. Fix: a trainer.grpo.correction.kind other than none"
 
 

@@ -141,6 +141,12 @@ class GRPOConfig:
     float32_head: bool = key(True, "compute the logits of 16-bit models in float32, in trainer and engines")
     logprob_chunk_tokens: int = key(4096, "tokens whose logits are in memory at once", least=1, may_change=True)
     logprob_chunk_words: int = key(8192, "vocabulary entries per chunk of logits in memory", least=1, may_change=True)
+    old_logp: str = key(
+        "trainer",
+        "whose log-probabilities are pi_old: the trainer's, or the engine's, which saves a forward pass in most steps",
+        choices=("trainer", "engine"),
+        may_change=True,
+    )
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     max_steps_without_signal: int = key(

@@ -32,7 +32,7 @@ from nemo_prorl.algorithms.schedule import learning_rate
 from nemo_prorl.algorithms.shaping import shaped_rewards
 from nemo_prorl.batch import Batch, JudgedGroups
 from nemo_prorl.config import Config, GRPOConfig, SchedKeys
-from nemo_prorl.errors import NonFiniteUpdate, RolloutAbandoned, StoppedCleanly
+from nemo_prorl.errors import ConfigError, NonFiniteUpdate, RolloutAbandoned, StoppedCleanly
 from nemo_prorl.lifecycle.control import reset_reason
 from nemo_prorl.lifecycle.no_signal import diagnosis
 from nemo_prorl.lifecycle.tolerances import RATIO_PER_GAP, TEMPERATURE, engine_gap_alarm
@@ -51,6 +51,9 @@ if TYPE_CHECKING:  # parts that `rank.py` builds and passes in
     from nemo_prorl.lifecycle.watchdog import Watchdog
     from nemo_prorl.rollout.rollouts import Rollouts
     from nemo_prorl.sizing.flops import UpdateSpeed
+
+
+_CONTROL_EVERY = 10  # steps between two measurements of the gap, where pi_old is the engine's
 
 
 class ProgressState(TypedDict):
@@ -236,7 +239,8 @@ class Trainer:
             update_rows = groups.rows_of_updates(cfg.updates_per_step, policy.data_ranks.size)[policy.data_ranks.rank]
             row_B = torch.cat(update_rows)  # this rank's responses, as positions among all responses of the step
             batch = groups.batch()
-            old_logp_BT, entropy_BT = policy.logprobs(batch)
+            measures = self.measures_logprobs(step)
+            old_logp_BT, entropy_BT = policy.logprobs(batch) if measures else (batch.engine_logp_BT, None)
             ref_logp_BT = policy.reference_logprobs(batch)
             gap = policy.data_ranks.reduce(reference_gap(old_logp_BT, ref_logp_BT, batch.mask_BT))
             self.resets.check_reference(step, gap["mean_abs"])
@@ -248,15 +252,16 @@ class Trainer:
         with metrics.phase("advantages"):
             advantage_B = advantages(groups, cfg, metrics)[row_B]
             weight_BT, corrected = rollout_correction(old_logp_BT, batch.engine_logp_BT, batch.mask_BT, cfg.correction)
-            metrics.add("correction", policy.data_ranks.reduce(corrected))
+            if entropy_BT is not None:
+                metrics.add("correction", policy.data_ranks.reduce(corrected))
+                self.report_gaps(metrics, batch, old_logp_BT, entropy_BT=entropy_BT, version_B=groups.version_B[row_B])
             batch = batch.with_targets(
-                old_logp_BT=old_logp_BT,
+                old_logp_BT=batch.engine_logp_BT if cfg.old_logp == "engine" else old_logp_BT,
                 ref_logp_BT=ref_logp_BT,
                 advantage_B=advantage_B,
                 weight_BT=weight_BT,
                 group_tokens_B=groups.group_tokens_B()[row_B],
             )
-            self.report_gaps(metrics, batch, entropy_BT, groups.version_B[row_B])
 
         with metrics.phase("updates"):
             config = self.before_updates(metrics)
@@ -284,6 +289,14 @@ class Trainer:
         else:
             progress.nonfinite = 0
 
+    def measures_logprobs(self, step: int) -> bool:
+        """Return whether the trainer computes the log-probabilities of its policy in this step.
+
+        With `old_logp=engine` it does so in every tenth step, for the gap to the engine, and where policy and reference
+        should be equal.
+        """
+        return self.cfg.trainer.grpo.old_logp == "trainer" or self.resets.fresh or step % _CONTROL_EVERY == 1
+
     def before_updates(self, metrics: Metrics) -> GRPOConfig:
         """Set the step's learning rate; return the loss settings with the step's entropy coefficient."""
         optim, grpo, resets = self.cfg.model["optim"], self.cfg.trainer.grpo, self.cfg.trainer.resets
@@ -304,23 +317,29 @@ class Trainer:
         metrics.put("policy/entropy_coef", coefficient)
         return replace(grpo, entropy_coef=coefficient)
 
-    def report_gaps(self, metrics: Metrics, batch: Batch, entropy_BT: Tensor, version_B: Tensor) -> None:
+    def report_gaps(
+        self, metrics: Metrics, batch: Batch, own_logp_BT: Tensor, *, entropy_BT: Tensor, version_B: Tensor
+    ) -> None:
         """Report the gap between the log-probabilities of engine and trainer; raise alarms if it is too large.
 
         `engine_gap` covers responses that the engine made with the trainer's present weights, and only it can raise
         alarms.  `stale_gap` covers responses made with older weights.
 
         Args:
+            own_logp_BT: log-probabilities by the trainer's weights, in nats.
             entropy_BT: entropy of the trainer's distribution of each token, in nats.
             version_B: int64, version of the weights that made each response.
+
+        Raises:
+            ConfigError: pi_old is the engine's policy, and differs from the trainer's by more than the alarm allows.
         """
         fresh_BT = batch.mask_BT & (version_B == metrics.step - 1)[:, None]
         masks = {"engine_gap": fresh_BT, "stale_gap": batch.mask_BT & ~fresh_BT}
         gaps = {
-            name: self.policy.data_ranks.reduce(reference_gap(batch.engine_logp_BT, batch.old_logp_BT, mask_BT))
+            name: self.policy.data_ranks.reduce(reference_gap(batch.engine_logp_BT, own_logp_BT, mask_BT))
             for name, mask_BT in masks.items()
         }
-        profile = gap_profile(batch.engine_logp_BT, batch.old_logp_BT, fresh_BT)
+        profile = gap_profile(batch.engine_logp_BT, own_logp_BT, fresh_BT)
         gaps["engine_gap"] |= gap_numbers(sum(self.policy.data_ranks.gather(profile)))
         tokens = sum(gap["tokens"] for gap in gaps.values())
         for name, gap in gaps.items():
@@ -330,13 +349,18 @@ class Trainer:
             metrics.put("stale_gap/share", gaps["stale_gap"]["tokens"] / tokens)
         mean, limit = gaps["engine_gap"]["mean_abs"], engine_gap_alarm(self.cfg)  # type: ignore[arg-type]
         ratio, most = gaps["engine_gap"].get("mean_ratio", 1.0), 1.0 + RATIO_PER_GAP * max(limit, mean)
-        sums = temperature_sums(batch.engine_logp_BT, batch.old_logp_BT, entropy_BT, fresh_BT)
+        sums = temperature_sums(batch.engine_logp_BT, own_logp_BT, entropy_BT, fresh_BT)
         warmer = temperature_ratio(self.policy.data_ranks.reduce(sums))
         if abs(warmer - 1.0) > TEMPERATURE:
             percent, way = 100.0 * abs(warmer - 1.0), "higher" if warmer > 1.0 else "lower"
             self.records.alarm(
                 metrics.step,
                 f"the temperature of the engine is at least {percent:.3g} % {way} than trainer.grpo.temperature",
+            )
+        if mean > limit and self.cfg.trainer.grpo.old_logp == "engine":
+            raise ConfigError(
+                f"trainer.grpo.old_logp=engine: in step {metrics.step} engine and trainer differ by {mean:.3g} nats per"
+                f" token; at most {limit:g} is allowed (trainer.grpo.correction.alarm). Fix: old_logp=trainer"
             )
         if mean > limit:
             self.records.alarm(

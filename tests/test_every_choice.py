@@ -32,7 +32,7 @@ from nemo_prorl.rollout.engine.requests import PARTS
 from nemo_prorl.rollout.engine.sleep import EngineSleep
 from nemo_prorl.rollout.weights import WeightStore
 from nemo_prorl.sizing.memory import memory_of, weight_bytes
-from nemo_prorl.trainer import advantages, update
+from nemo_prorl.trainer import Trainer, advantages, update
 from tests.lifecycle.parts import NoCheckpoints, Parts
 from tests.policy.choice_ranks import ALIKE, CHOICES, settings_of
 from tests.rollout.test_collector import group_of
@@ -41,6 +41,7 @@ KEYS = {key.name: key for key in all_keys() if key.rule.choices}
 IN_FP8 = ["cluster=h100_4x8_fp8", "pretrained_checkpoint.restore_from_path=null"]
 NEEDS = {  # what is set beside a choice, so that it shows
     "trainer.grpo.kl_estimator": ["trainer.grpo.kl_coef=0.1"],
+    "trainer.grpo.old_logp": ["trainer.grpo.correction.kind=none"],
     "model.fp8": IN_FP8,
     "model.fp8_recipe": IN_FP8,
 }
@@ -110,6 +111,11 @@ def _correction(cfg: DictConfig, _: Path) -> Any:
         old_BT, engine_BT, torch.ones(2, 3, dtype=torch.bool), cfg.trainer.grpo.correction
     )
     return weight_BT.tolist(), float(gap["fraction_capped"]), float(gap["fraction_masked"])
+
+
+def _steps_with_a_pass(cfg: DictConfig, _: Path) -> Any:
+    trainer: Any = SimpleNamespace(cfg=cfg, resets=SimpleNamespace(fresh=False))
+    return [Trainer.measures_logprobs(trainer, step) for step in range(1, 12)]
 
 
 def _spike(step: int) -> dict[str, float]:
@@ -234,6 +240,7 @@ EFFECTS: dict[str, Callable[[DictConfig, Path], Any]] = {
     "trainer.grpo.loss": _loss,
     "trainer.grpo.kl_estimator": _loss,
     "trainer.grpo.correction.kind": _correction,
+    "trainer.grpo.old_logp": _steps_with_a_pass,
     "trainer.resets.mode": _mode,
     "trainer.resets.parts": _what_is_reset,
     "trainer.resets.rules.asks": _asking_rules,

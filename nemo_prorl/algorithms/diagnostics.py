@@ -207,7 +207,7 @@ def policy_diagnostics(
 def sums_by_task(
     old_logp_BT: Tensor,
     ref_logp_BT: Tensor,
-    entropy_BT: Tensor,
+    entropy_BT: Tensor | None,
     mask_BT: Tensor,
     task_B: Tensor,
     tasks: Sequence[str],
@@ -217,21 +217,19 @@ def sums_by_task(
     Args:
         old_logp_BT: log pi_old in nats, ignored where the mask is False.
         ref_logp_BT: log pi_ref, likewise.
-        entropy_BT: entropy of each token's distribution in nats, likewise.
+        entropy_BT: entropy of each token's distribution in nats, likewise; None: not known.
         mask_BT: bool, the response tokens that count.
         task_B: int64, index of each response's task in `tasks`.
 
     Returns:
-        `tokens/TASK`, `entropy/TASK` and `kl/TASK` (k3) of every task in `tasks`, even if no response here belongs
-        to it: all ranks have the same keys.
+        `tokens/TASK`, `entropy/TASK` (if it is known) and `kl/TASK` (k3) of every task in `tasks`, even if no response
+        here belongs to it: all ranks have the same keys.
     """
     old_logp = torch.where(mask_BT, old_logp_BT.detach().float(), 0.0)
     ref_logp = torch.where(mask_BT, ref_logp_BT.detach().float(), 0.0)
-    values = {
-        "tokens": mask_BT,
-        "entropy": torch.where(mask_BT, entropy_BT.detach(), 0.0),
-        "kl": kl_estimate(old_logp, ref_logp, "k3"),
-    }
+    values = {"tokens": mask_BT, "kl": kl_estimate(old_logp, ref_logp, "k3")}
+    if entropy_BT is not None:
+        values["entropy"] = torch.where(mask_BT, entropy_BT.detach(), 0.0)
     sums: dict[str, Tensor] = {}
     for name, value_BT in values.items():
         value_B = value_BT.sum(dim=1, dtype=torch.float64)
@@ -243,11 +241,15 @@ def sums_by_task(
 def means_by_task(sums: Mapping[str, float], tasks: Sequence[str]) -> dict[str, float]:
     """Return `entropy` and `kl` per token over all tasks, and `entropy/TASK` and `kl/TASK` per token of each task.
 
+    Without entropies in `sums`, there are none in the result.
+
     `sums` are the results of `sums_by_task`, summed over all ranks.  A task without a token that counts is left out.
     """
     tokens = {task: sums[f"tokens/{task}"] for task in tasks}
     means: dict[str, float] = {}
     for name in ("entropy", "kl"):
+        if tasks and f"{name}/{tasks[0]}" not in sums:
+            continue
         of_tasks = {task: sums[f"{name}/{task}"] for task in tasks}
         means[name] = sum(of_tasks.values()) / max(1.0, sum(tokens.values()))
         means |= {f"{name}/{task}": value / tokens[task] for task, value in of_tasks.items() if tokens[task]}

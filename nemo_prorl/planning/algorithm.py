@@ -20,7 +20,13 @@ _ELSEWHERE = (
     *(f"data.{name}" for name in ("train", "validation", "tasks", "prompt", "system", "templates", "folder")),
     "chain",
 )
-_YET = ("trainer.resets", "model.optim", "model.fp8", "model.fp8_recipe")  # they decide the algorithm all the same
+_YET = (
+    "trainer.resets",
+    "trainer.grpo.old_logp",
+    "model.optim",
+    "model.fp8",
+    "model.fp8_recipe",
+)  # they decide the algorithm all the same
 _WIDTH = 100  # characters of a row's second column
 
 

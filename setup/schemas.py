@@ -75,7 +75,7 @@ METRICS = (
 class RunState(typing.TypedDict):
     """The state of a run, apart from its tensors; written by prorl train."""
 
-    format: Literal[4]
+    format: Literal[5]
     """version of the checkpoint format"""
     weights_sha256: Sha256
     """hash of the policy's weights"""

@@ -579,7 +579,7 @@ def test_state_has_the_parts_that_a_run_saves() -> None:
     trained = json.loads(SCHEMAS["state"].read_text())["$defs"]["RunState"]
     parts = re.search(r"parts: dict\[str, Stateful\] = \{(.*?)\n    \}", source("rank.py"), re.S)
     assert parts is not None
-    about = {"format", "weights_sha256", "reference_sha256", "step", "stage", "version", "code", "functions"}
+    about = {"format", "weights_sha256", "reference_sha256", "step", "stage", "version", "code", "functions", "files"}
     assert (
         set(re.findall(r'"(\w+)":', parts.group(1))) | about == set(trained["required"]) == set(trained["properties"])
     )

@@ -72,6 +72,7 @@ def finish(folder: Path, stage: str, *overrides: str) -> None:
     run = folder / stage
     (run / "checkpoints" / "step-000020").mkdir(parents=True)
     (run / "checkpoints" / "step-000020" / "state.json").write_text("{}")
+    (run / "init").mkdir()
     (run / "config.yaml").write_text(
         settings.resolved_yaml(settings.load([f"stage={stage}", "data=domains", f"run_dir={run}", *overrides]))
     )

@@ -269,6 +269,7 @@ def test_a_run_trains_on_it(root: Path, tmp_path: Path) -> None:
 
 def test_a_resume_with_another_function_is_an_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nemo_prorl.lifecycle.retention.check_continuable", lambda folder: None)
+    monkeypatch.setattr("nemo_prorl.lifecycle.retention.read_file", lambda folder, name, state: b"")
     (tmp_path / "f.py").write_text("import beside_f\ndef right(prompt, response, truth):\n    return 1.0\n")
     (tmp_path / "beside_f.py").write_text("")
     (tmp_path / "loss.py").write_text("def own(logp_BT, old_logp_BT, advantage_BT, mask_BT, config): ...\n")
@@ -279,7 +280,7 @@ def test_a_resume_with_another_function_is_an_alarm(tmp_path: Path, monkeypatch:
     alarms: list[str] = []
     records: Any = SimpleNamespace(event=lambda *_, **__: None, alarm=lambda step, what: alarms.append(what))
     progress: Any = SimpleNamespace(state_dict=lambda: {"unfinished": None}, load_state_dict=lambda state: None)
-    saved: dict[str, Any] = {"step": 3, "code": code_sha256(), "trainer": {}}
+    saved: dict[str, Any] = {"step": 3, "code": code_sha256(), "trainer": {}, "rollouts": {}}
     policy: Any = SimpleNamespace(load=lambda folder: saved)
     resets: Any = SimpleNamespace(done=[])
 

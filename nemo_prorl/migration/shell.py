@@ -33,6 +33,10 @@ _OTHERS = {  # commands with options of their own
 LAUNCH = {"num_processes", "nproc_per_node", "nnodes", "num_machines", "num_gpus", "num_nodes", "config_file"}
 _PREFIXES = ("then", "do", "else", "{", "export", "declare", "local", "readonly")
 _OPEN, _CLOSED = ("if", "for", "while", "until", "case"), ("fi", "done", "esac")
+_BRACKETS = {"(": ")", "$(": ")", "${": "}", "[[": "]]"}
+# A part of a line that is not divided: a quotation, an escaped character, a bracket, a separator.
+_TOKEN = re.compile(r"'[^']*'|\"(?:[^\"\\]|\\.)*\"|\\.|\$\(|\$\{|\[\[|\]\]|;;|&&|\|\||\$#", re.S)
+_TEST = re.compile(r"\s*(!\s*)?(\[|test\b|\(\(|grep\b|command\b|which\b)")
 _ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -164,7 +168,46 @@ class Script:
 
 
 def _lines(text: str) -> list[str]:
-    return _COMMENT.sub("", text + "\n").replace("\\\n", " ").splitlines()
+    """Return the simple commands of a script, one per line; one that another command decides is in an `if`."""
+    text = _COMMENT.sub("", text + "\n").replace("\\\n", " ")
+    try:
+        parts = list(_parts(text))
+    except ValueError:  # an open quotation or bracket
+        return text.splitlines()
+    lines: list[str] = []
+    for (_, before), (joined, part) in zip([("", ""), *parts], parts, strict=False):
+        part = re.sub(r"^\s*((then|else|do)\b\s*)*", "", part)
+        decides = joined == "||" or (joined == "&&" and _TEST.match(before))
+        lines += ["if :", *part.splitlines(), "fi"] if decides else part.splitlines()
+    return lines
+
+
+def _parts(text: str) -> Iterator[tuple[str, str]]:
+    """Yield (separator before it, text) of each simple command: they end at line ends, `;`, `&&` and `||`.
+
+    Raises ValueError for an open quotation or bracket.
+    """
+    separator, part, open_brackets, at = "", "", list[str](), 0
+    while at < len(text):
+        found = _TOKEN.match(text, at)
+        token = found[0] if found else text[at]
+        at += len(token)
+        if token == "#" and not open_brackets and (not part or part[-1].isspace()):
+            at = text.index("\n", at)
+        elif open_brackets and token == open_brackets[-1]:
+            open_brackets.pop()
+            part += token
+        elif token in _BRACKETS and (token != "[[" or not part.strip() or part[-1].isspace()):
+            open_brackets.append(_BRACKETS[token])
+            part += token
+        elif not open_brackets and token in ("\n", ";", ";;", "&&", "||"):
+            yield separator, part
+            separator, part = token, ""
+        else:
+            part += token
+    if open_brackets:
+        raise ValueError(f"no closing {open_brackets[-1]}")
+    yield separator, part
 
 
 def _document(text: str, known: dict[str, str]) -> str:

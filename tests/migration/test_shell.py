@@ -84,3 +84,33 @@ def test_defaults_of_a_file_that_was_not_read_are_not_guessed(
     text = SHELL.replace("--config-name=ppo_trainer", "--config-name mine")
     _, comments = converted("verl", text, tmp_path / "run.sh", capsys, code=2)
     assert "  config_name=mine: what only this file sets was not read; the defaults are ppo_trainer's" in comments
+
+
+ONE = "python3 -m verl.trainer.main_ppo trainer.total_training_steps=9"
+
+
+@pytest.mark.parametrize(
+    ("text", "lr"),
+    [
+        ("LR=1e-6; LR=2e-6\n{one} {lr}=$LR", "2e-06"),
+        ("LR=1e-6; {one} {lr}=$LR", "1e-06"),
+        ("cd here && LR=2e-6 && {one} {lr}=$LR  # once; or twice", "2e-06"),
+        ('LR=1e-6\n[ "$BIG" = 1 ] && LR=5e-6\n{one} {lr}=$LR', None),
+        ('LR=1e-6\n[[ -n "$BIG" && -n "$MORE" ]] || LR=5e-6\n{one} {lr}=$LR', None),
+        ('LR=1e-6\n[ "$BIG" = 1 ] && LR=1e-6\n{one} {lr}=$LR', "1e-06"),
+        ('if [ "$BIG" = 1 ]; then A+=({lr}=2e-6); else A+=({lr}=1e-6); fi\n{one} "${{A[@]}}"', None),
+        ('[ "$BIG" = 1 ] && A+=({lr}=2e-6) || A+=({lr}=1e-6)\n{one} "${{A[@]}}"', None),
+        ('if true; then :; fi; A=({lr}=2e-6)\n{one} "${{A[@]}}"', "2e-06"),
+        ("for i in 1 2; do LR=$i; done\n{one} {lr}=$LR", None),
+        ("{{ LR=2e-6; }}\n{one} {lr}=$LR", "2e-06"),
+        ("NAME='a; b && c'\n{one} {lr}=2e-6 +trainer.default_local_dir=\"$NAME\"", "2e-06"),
+    ],
+)
+def test_commands_of_one_line_are_read_one_after_the_other(
+    text: str, lr: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A value that a branch or a test decides must be set."""
+    script = text.format(one=ONE, lr="actor_rollout_ref.actor.optim.lr")
+    overrides, comments = converted("verl", script, tmp_path / "run.sh", capsys, code=0 if lr else 2)
+    assert [one for one in overrides if one.startswith("model.optim.lr=")] == ([f"model.optim.lr={lr}"] if lr else [])
+    assert any(line.startswith("  model.optim.lr: ") for line in comments) == (lr is None)

@@ -50,6 +50,7 @@ _DECIDE = {
 }  # fmt: skip
 _NULLABLE = {DUAL_CLIP, RESPONSE, PROMPT}
 _PERIODS = {f"{GRPO}.{key}" for key in ("checkpoint_every", "keep_checkpoints", "keep_best", "validate_every")}
+_NO_LIMIT = 100_000  # steps of NeMo-RL that no run makes
 _EPOCHS = "total_epochs", "num_train_epochs", "num_episodes", "max_num_epochs"
 _MODEL = "pretrained_checkpoint.restore_from_path"
 _ENTRIES = "scripts/grpo.py", "scripts/grpo_vlm.py"  # TRL's own: they set nothing
@@ -123,6 +124,8 @@ def _is_usable(theirs: str, ours: str, value: Any, made: Converted) -> bool:
         means = f"is a share of all steps: set {ours}" if value > 0 else f"means never; here {ours} keeps its own value"
         made.notes += [f"{theirs}={value} {means}"] if ours != STEPS else []  # the epochs decide
         return False
+    if theirs == "grpo.max_num_steps" and value is not None and value >= _NO_LIMIT:
+        return False  # the epochs end the run
     return value is not None or ours in _NULLABLE
 
 
@@ -141,6 +144,8 @@ def _sort_rest(made: Converted, named: Mapping[str, Any], trainer: str) -> None:
             )
         elif key not in named:
             continue
+        elif last in _EPOCHS and trainer != "trl":  # TRL's max_steps counts alone
+            made.notes.append(f"{key}={value}: the run ends there if the data end before {STEPS}")
         elif (mistake := _mistake(key, trainer)) is not None:
             made.misspelt[f"{key}={value}"] = mistake
         elif last in _RECOMPUTE:

@@ -92,7 +92,13 @@ def _verl_loss(made: Converted, actor: str) -> None:
     modes = {"token-mean": "token", "seq-mean-token-mean": "sequence", "seq-mean-token-sum-norm": "constant"}
     made.choose(AGGREGATION, "loss_agg_mode", mode, modes, "constant")
     factor = made.take(f"{actor}.loss_scale_factor")
-    tell_constant(made, "loss_agg_mode", mode, "data.max_response_length" if factor is None else str(factor))
+    if mode == "seq-mean-token-sum":
+        made.differs.append(
+            f"loss_agg_mode={mode}: a response's sum is not divided there, by {CONTEXT} here, and so are its gradients:"
+            f" divide trainer.gradient_clip_val by {CONTEXT}, too"
+        )
+    else:
+        tell_constant(made, "loss_agg_mode", mode, "data.max_response_length" if factor is None else str(factor))
     if factor is not None and mode != "seq-mean-token-sum-norm":
         made.notes.append(f"loss_scale_factor={factor} has no effect there with loss_agg_mode={mode}")
 

@@ -15,6 +15,7 @@ from nemo_prorl.migration.converted import (
     GRPO,
     KL,
     LOSS,
+    LR,
     PROMPTS,
     SAMPLING,
     SCHED,
@@ -33,6 +34,9 @@ from nemo_prorl.migration.shell import Expression
 
 _UPDATE_COUNTS = [f"{GRPO}.{key}" for key in ("max_steps", "checkpoint_every", "validate_every")]
 _UPDATE_COUNTS += ["trainer.resets.every", f"{SCHED}.warmup_steps"]
+
+
+_OF_OPTIMIZER = [LR, f"{SCHED}.name", *(f"model.optim.{key}" for key in ("betas", "eps", "weight_decay"))]
 
 
 def trl(made: Converted) -> None:
@@ -70,8 +74,17 @@ def trl(made: Converted) -> None:
         made.differs.append(f"peft_config={lora}: all weights are trained here")
     if (more := take("**")) is not None:
         made.unknown[f"**{more}"] = "the settings of this mapping have no value here"
+    _trl_optimizer(made)
     _trl_rewards(made)
     tell_data(made, "train_dataset", "eval_dataset", "dataset_name", "dataset_config")
+
+
+def _trl_optimizer(made: Converted) -> None:
+    """Leave the optimizer's numbers to the user if the script makes its own."""
+    for key in ("optimizers", "optimizer_cls_and_kwargs"):
+        if (own := made.take(key)) is not None:
+            why = f"{key}={own}: the script's own optimizer and schedule decide it"
+            made.unknown |= dict.fromkeys(_OF_OPTIMIZER, why)
 
 
 def _trl_loss(made: Converted) -> None:

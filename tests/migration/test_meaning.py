@@ -280,3 +280,41 @@ def test_a_file_without_a_model_and_one_with_an_adapter(tmp_path: Path, capsys: 
     overrides, comments = converted("openrlhf", text, tmp_path / "run.sh", capsys)
     assert "trainer.precision=bf16" in overrides
     assert not any("bf16=" in line for line in comments)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("trainer.epsilon_low = 0.1", "trainer.epsilon_low: this attribute of the trainer may change the algorithm"),
+        ("args.__dict__['beta'] = 0.1", "args.__dict__['beta']: set it as an attribute, and convert again"),
+        ("vars(args)['beta'] = 0.1", "vars(args)['beta']: set it as an attribute, and convert again"),
+        (
+            "GRPOTrainer('m', f, args, d, optimizers=(opt, None))",
+            "model.optim.lr: optimizers=(opt, None): the script's own optimizer and schedule decide it",
+        ),
+    ],
+)
+def test_what_a_script_sets_elsewhere_is_not_lost(
+    change: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = f"args = GRPOConfig(max_steps=9)\ntrainer = GRPOTrainer('org/model', f, args, d)\n{change}"
+    _, comments = converted("trl", text, tmp_path / "train.py", capsys, code=2)
+    assert f"  {told}" in comments
+
+
+def test_steps_that_no_run_makes_are_no_number_of_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for steps, is_known in ((1000000, False), (100, True)):
+        text = f"grpo: {{max_num_epochs: 2, max_num_steps: {steps}}}"
+        (tmp_path / "grpo.yaml").write_text(text)
+        assert cli.main(["convert", "nemo_rl", str(tmp_path / "grpo.yaml")]) == (0 if is_known else 2)
+        printed = capsys.readouterr().out
+        assert (f"{GRPO}.max_steps={steps}" in printed) == is_known
+        assert (f"#   {GRPO}.max_steps: grpo.max_num_epochs=2: 2 * (prompts" in printed) != is_known
+        assert (f"max_num_epochs=2: the run ends there if the data end before {GRPO}.max_steps" in printed) == is_known
+
+
+def test_a_sum_over_tokens_is_not_one_that_is_divided(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum"
+    _, comments = converted("verl", text, tmp_path / "run.sh", capsys)
+    assert any("a response's sum is not divided there" in line for line in comments)
+    assert not any("divided by data.max_response_length" in line for line in comments)

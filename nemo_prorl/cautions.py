@@ -57,6 +57,12 @@ def _resets(cfg: DictConfig) -> Iterator[str]:
             f"trainer.resets.every={resets.every}: no regular reset, because trainer.grpo.max_steps={steps}."
             f" Fix: at most {steps}, or null"
         )
+    planned = resets.every is not None or resets.at_steps or resets.mode == "auto"
+    if planned and resets.parts == "reference" and cfg.trainer.grpo.kl_coef == 0:
+        yield (
+            "trainer.resets.parts=reference: no effect, because trainer.grpo.kl_coef=0 gives the reference no weight."
+            " Fix: trainer.resets.parts=both, or a KL coefficient"
+        )
     begins = cfg.chain.after is not None or cfg.chain.start_from is not None  # roll_back then chooses the checkpoint
     if resets.roll_back and not held_out and not begins:
         yield (

@@ -114,3 +114,12 @@ def test_plan_and_train_warn_alike(caplog: pytest.LogCaptureFixture) -> None:
         said.append([r.getMessage() for r in caplog.records if r.levelno == logging.WARNING])
     assert said[0] == said[1]
     assert [text.split(":")[0] for text in said[0]] == ["trainer.resets.every=500", "model.optim.lr=2"]
+
+
+def test_a_reset_of_a_reference_without_weight_has_no_effect() -> None:
+    reset = ["trainer.resets.at_steps=[20]", "trainer.resets.parts=reference"]
+    assert [text.partition(":")[0] for text in cautions(load([*reset, "trainer.grpo.kl_coef=0"]))] == [
+        "trainer.resets.parts=reference"
+    ]
+    assert list(cautions(load(reset))) == []
+    assert list(cautions(load(["trainer.grpo.kl_coef=0", "trainer.resets.at_steps=[20]"]))) == []

@@ -203,10 +203,9 @@ class _Script:
             known = key.startswith(UNREAD) or self._is_certain(node) or value == before
             yield key, value if known else Expression(f"{before} or {value}")
 
-    def _is_of_trainer(self, target: ast.expr | None) -> bool:
-        """Return whether an expression is an attribute of a trainer that is no setting."""
-        is_known = isinstance(target, ast.Attribute) and target.attr in _settings_of_trl()
-        return isinstance(target, ast.Attribute) and not is_known and ast.unparse(target.value) in self.trainers
+    def _is_of_trainer(self, target: ast.Attribute) -> bool:
+        """Return whether an attribute belongs to a trainer, and is no setting."""
+        return target.attr not in _settings_of_trl() and ast.unparse(target.value) in self.trainers
 
     def _is_dictionary(self, node: ast.expr) -> bool:
         """Return whether an expression is the dictionary of a configuration's attributes."""
@@ -223,7 +222,7 @@ class _Script:
         for target in targets:
             if isinstance(target, ast.Subscript) and self._is_dictionary(target.value):
                 yield f"{UNREAD}{ast.unparse(target)}", "set it as an attribute, and convert again"
-            if self._is_of_trainer(target):
+            if isinstance(target, ast.Attribute) and self._is_of_trainer(target):
                 yield f"{UNREAD}{ast.unparse(target)}", "this attribute of the trainer may change the algorithm"
             if not isinstance(target, ast.Attribute) or not self._is_setting(target):
                 continue

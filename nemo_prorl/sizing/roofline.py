@@ -86,7 +86,9 @@ def step_time(
     ages = [(number + 0.5) * piece for number in range(_PIECES)]
     end = sum(piece * token_s(running * (1 - age / longest) ** power, PROMPT_TOKENS + age) for age in ages)
     squares = PROMPT_TOKENS**2 + 2 * PROMPT_TOKENS * mean + 2 * longest**2 / ((power + 1) * (power + 2))
-    passes = 1 + 2 / 3  # an update counts three forward passes
+    recomputes = cfg.model.get("activations_checkpoint_granularity") == "full"
+    # An update counts three forward passes, and one more with recomputation; policy and reference have one each before.
+    passes = 1 + (2 + recomputes) / 3
     operations = passes * update_flops(shape, trained * (PROMPT_TOKENS + mean), trained * squares)
     return StepTime(
         rollout_s=(generated - running) * mean * full + end,

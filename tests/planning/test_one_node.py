@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from nemo_prorl import cli, settings
+from nemo_prorl.sizing import roofline
 from nemo_prorl.sizing.memory import memory_of
 from tests.planning.memory_cases import QWEN_7B
 
@@ -158,3 +159,12 @@ def test_a_fix_leaves_room_for_sequences_and_the_fastest_comes_first(
     two = [BASE, "cluster=h100_1x8", "model.micro_batch_tokens=null", "model.micro_batch_size=8"]
     keys = [fix[0].split("=")[0] for fix in fixes_of(two, caplog)]
     assert keys[0] == "model.micro_batch_size"
+
+
+def test_recomputation_costs_a_forward_pass() -> None:
+    """Two passes before the update and three in it become six; a step of generation is as before."""
+    few = ["cluster=h100_1x8", "pretrained_checkpoint.restore_from_path=null"]
+    stored, again = (settings.load([*few, *more]) for more in ((), ("+model.activations_checkpoint_granularity=full",)))
+    times = [roofline.step_time(cfg, memory_of(cfg), None, 2000.0, 1.0) for cfg in (stored, again)]
+    assert times[1].training_s == pytest.approx(6 / 5 * times[0].training_s)
+    assert times[1].rollout_s == times[0].rollout_s

@@ -306,7 +306,7 @@ def _time_rows(cfg: DictConfig, chain: Chain) -> dict[str, str]:
             f"H100 SXM: {roofline.BANDWIDTH / 1e12:g} TB/s at {roofline.BANDWIDTH_SHARE:.0%} to read weights and KV"
             f" cache, and {1e3 * roofline.TOKEN_S:g} ms + {1e3 * roofline.SEQUENCE_S:g} ms per sequence, for each"
             f" token; {roofline.FLOPS / 1e12:g} TFLOP/s at {roofline.FLOPS_SHARE:.0%} to train; prompts of"
-            f" {roofline.PROMPT_TOKENS} tokens; no validation, checkpoints, restarts, or communication of tensor parallelism"
+            f" {roofline.PROMPT_TOKENS} tokens; no validation, checkpoints, restarts, or communication"
         )
         rows["  a step"] = (
             f"{step.seconds:,.0f} s: {step.rollout_s:,.0f} rollout ({step.responses:,.0f} responses per engine, at most"

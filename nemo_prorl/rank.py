@@ -32,8 +32,10 @@ from nemo_prorl.errors import ProrlError, StoppedCleanly, disk_full
 from nemo_prorl.leader import Leader
 from nemo_prorl.lifecycle import retention, stages
 from nemo_prorl.lifecycle.base_model import base_folder, initial_model, warmup_records
+from nemo_prorl.lifecycle.batches import Batches
 from nemo_prorl.lifecycle.checkpoints import Checkpoints, LeaderState, Stateful
 from nemo_prorl.lifecycle.control import Control, Requests
+from nemo_prorl.lifecycle.ledger import Ledger
 from nemo_prorl.lifecycle.records import Journal, Records
 from nemo_prorl.lifecycle.resets import Resets
 from nemo_prorl.lifecycle.step_traces import StepTraces
@@ -126,7 +128,19 @@ def build(cfg: Config, run_dir: Path, policy: Policy, stopping: Stopping) -> Tra
     source = policy.data.only(lambda data: rollout_source(cfg, run_dir, data, policy))
     blend, collector = source.only(lambda source: source.blend), source.only(lambda source: source.collector)
     collector.run_on_leader(lambda collector: stopping.set_abandon(collector.abandon))
-    rollouts = Rollouts(cfg, run_dir, actor, blend=blend, collector=collector, records=records, leader=leader)
+    batches = Batches(run_dir, cfg.trainer.grpo, records.alarm)
+    ledger = Ledger(run_dir / "ledger.jsonl", leader.rank == 0, actor.data_ranks)
+    rollouts = Rollouts(
+        cfg,
+        run_dir,
+        actor,
+        blend=blend,
+        collector=collector,
+        records=records,
+        ledger=ledger,
+        store=batches.store,
+        leader=leader,
+    )
     validation = Validation(cfg, source.only(lambda source: source.heldout), rollouts, records)
     allowed = kl_after_reset(cfg)  # type: ignore[arg-type]
     resets = Resets(
@@ -154,7 +168,7 @@ def build(cfg: Config, run_dir: Path, policy: Policy, stopping: Stopping) -> Tra
         leader=leader,
     )
     requests = leader.only(lambda: Requests(run_dir, Journal(run_dir), records.alarm))
-    control = Control(requests, validation, checkpoints, stopping)
+    control = Control(requests, validation, checkpoints, stopping, batches)
     services = {"engine": cfg.rollout.engines, "rewards": cfg.trainer.num_nodes}
     traces = StepTraces(run_dir, cfg.trainer.trace_steps, leader.rank, ranks, services)
     watchdog = Watchdog(leader.rank, ranks, run_dir, records.alarm)
@@ -169,6 +183,7 @@ def build(cfg: Config, run_dir: Path, policy: Policy, stopping: Stopping) -> Tra
         checkpoints=checkpoints,
         control=control,
         records=records,
+        ledger=ledger,
         stopping=stopping,
         entropy=entropy,
         speed=speed,
@@ -236,6 +251,7 @@ def begin(trainer: Trainer, run_dir: Path) -> None:
     """Resume from the newest checkpoint; without a checkpoint, start the run, from the previous stage if any."""
     cfg, checkpoints, progress = trainer.cfg, trainer.checkpoints, trainer.progress
     newest = checkpoints.newest()
+    trainer.ledger.cut(0 if newest is None else retention.step_of(newest))
     if newest is not None:
         checkpoints.resume(newest)
         checkpoints.tell_damaged(progress.step)
@@ -325,6 +341,7 @@ def train(cfg: Config, run_dir: Path, only_warmup: bool) -> None:
         raise
     except ProrlError:  # a checkpoint that is being written gets `stop_s` seconds to complete
         trainer.checkpoints.policy.drain(cfg.trainer.deadlines.stop_s)
+        trainer.control.batches.wait()
         raise
 
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:  # parts that `rank.py` builds and passes in
     from nemo_prorl.leader import Leader
     from nemo_prorl.lifecycle.checkpoints import Checkpoints
     from nemo_prorl.lifecycle.control import Control
+    from nemo_prorl.lifecycle.ledger import Ledger
     from nemo_prorl.lifecycle.records import Records
     from nemo_prorl.lifecycle.resets import Resets
     from nemo_prorl.lifecycle.step_traces import StepTraces
@@ -113,6 +114,7 @@ class Trainer:
     checkpoints: "Checkpoints"
     control: "Control"
     records: "Records"
+    ledger: "Ledger"
     stopping: "Stopping"
     entropy: AdaptiveEntropy
     speed: "UpdateSpeed"
@@ -225,12 +227,14 @@ class Trainer:
         """
         cfg, policy, metrics = self.cfg.trainer.grpo, self.policy, Metrics(step, self.cfg.stage)
         with metrics.phase("publish"):
+            self.ledger.begin(policy.weight_digests(), policy.reference_sha256())
             self.rollouts.publish(version=step - 1)
         with metrics.phase("rollout"):  # includes rewards and dynamic sampling, which overlap with generation
             groups = self.rollouts.collect(metrics)
         self.progress.step = step
         if not len(groups.draws):
             self._note_no_signal(metrics)
+            self.ledger.end(step)
             return metrics
         self.progress.without_signal = 0
 
@@ -262,6 +266,9 @@ class Trainer:
                 weight_BT=weight_BT,
                 group_tokens_B=groups.group_tokens_B()[row_B],
             )
+            self.ledger.responses(
+                row_B, old_logp=old_logp_BT, ref_logp=ref_logp_BT, advantage=advantage_B, weight=weight_BT
+            )
 
         with metrics.phase("updates"):
             config = self.before_updates(metrics)
@@ -269,6 +276,7 @@ class Trainer:
                 self.update_or_skip(batch.rows(minibatch_rows), config, metrics)
         length_B = batch.length_B.double()
         tokens, squares = (policy.data_ranks.sum(float(value_B.sum())) for value_B in (length_B, length_B**2))
+        self.ledger.end(step)
         metrics.add("time/updates", self.speed.metrics(tokens, squares, metrics["time/updates"]))
         return metrics
 
@@ -288,6 +296,9 @@ class Trainer:
             self.records.alarm(metrics.step, f"an update was skipped ({progress.nonfinite} in a row): {error}")
         else:
             progress.nonfinite = 0
+        self.ledger.update(
+            self.policy.update_digests(), lr=metrics["policy/lr"], entropy_coef=float(config.entropy_coef)
+        )
 
     def measures_logprobs(self, step: int) -> bool:
         """Return whether the trainer computes the log-probabilities of its policy in this step.

@@ -6,7 +6,7 @@ first, the file is still there, and the next start treats the request by its kin
 
 reset           made exactly once: the reset's reason, which the checkpoint contains, names the request.  If the reset
                 had begun, it is repeated after the same step.
-validate, checkpoint    served after the next step, even if the killed process had served but not yet answered it
+others          served after the next step, even if the killed process had served but not yet answered it
 stop            dropped: the run has stopped already
 
 A run that ends cleanly drops the requests that are left.  The next start drops those placed while no run was active.
@@ -39,6 +39,7 @@ from nemo_prorl.schema import Constraint
 
 if TYPE_CHECKING:  # `prorl control` starts without torch
     from nemo_prorl.leader import LeaderOnly
+    from nemo_prorl.lifecycle.batches import Batches
     from nemo_prorl.lifecycle.checkpoints import Checkpoints
     from nemo_prorl.lifecycle.stopping import Stopping
     from nemo_prorl.lifecycle.validation import Validation
@@ -49,6 +50,7 @@ REQUESTS: dict[RequestKind, str] = {
     "reset": "a hard reset after the step under way",
     "validate": "a validation after the step under way; its scores go into the journal, not into metrics.jsonl",
     "checkpoint": "a checkpoint after the step under way",
+    "keep-batches": "the batches that are stored now, of the newest steps, are kept for ever (RUN/batches/kept)",
     "stop": "a checkpoint and a stop after the step under way, as on SIGTERM; the same command continues the run",
 }
 
@@ -246,6 +248,7 @@ class Control:
     validation: "Validation"
     checkpoints: "Checkpoints"
     stopping: "Stopping"
+    batches: "Batches"
 
     def settle(self, step: int, reset_reasons: Sequence[str]) -> None:
         """At a start, answer the requests of an earlier process (`Requests.settle`)."""
@@ -278,6 +281,9 @@ class Control:
         if request.what == "checkpoint":
             self.checkpoints.save(step, wait=True)
             return "done", f"checkpoint of step {step}"
+        if request.what == "keep-batches":
+            steps = self.requests.call(lambda _: self.batches.keep())
+            return "done", f"kept the batches of {len(steps)} steps: {', '.join(map(str, steps)) or 'none'}"
         if request.what == "stop":
             self.checkpoints.save(step, wait=True)
             self.stopping.request_stop(f"control {request.id}")
@@ -285,7 +291,8 @@ class Control:
         return "done", f"hard reset after step {step}"
 
     def close(self, step: int) -> None:
-        """At a clean end, answer the requests that are left with `dropped`."""
+        """At a clean end, answer the requests that are left with `dropped`, and wait for the last batch."""
+        self.batches.wait()
         self.requests.run_on_leader(lambda requests: requests.close(step))
 
 

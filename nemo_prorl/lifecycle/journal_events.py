@@ -88,7 +88,7 @@ class Change(_Line):
     event: Literal["change"]
 
 
-RequestKind = Literal["reset", "validate", "checkpoint", "stop"]
+RequestKind = Literal["reset", "validate", "checkpoint", "keep-batches", "stop"]
 AnswerStatus = Literal["done", "refused", "dropped"]
 
 

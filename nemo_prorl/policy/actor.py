@@ -8,6 +8,7 @@ The log-probability at position t is that of token t given the tokens before t, 
 
 import logging
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -22,12 +23,14 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from nemo.collections.nlp.models.language_modeling.megatron_gpt_model import MegatronGPTModel
 from nemo.collections.nlp.parts.mixins.nlp_adapter_mixins import NLPAdapterModelMixin
 from nemo_aligner.utils.train_utils import grad_reductions, prepare_for_training_step, set_eval, set_sync_funcs
 from torch import Tensor
 
 from nemo_prorl import device
+from nemo_prorl.algorithms.digests import digest, named
 from nemo_prorl.algorithms.logprobs import chunked_logprobs
 from nemo_prorl.batch import Batch
 from nemo_prorl.errors import NonFiniteUpdate
@@ -387,6 +390,56 @@ class Actor:
         """Return `sha256_of` the weights in use, which is the same at any parallel layout.  A collective."""
         return sha256_of(self.export_weights())
 
+    # --- digests for the ledger ------------------------------------------------------------------------------------
+
+    def weight_digests(self) -> dict[str, int]:
+        """Return the digest of the weights in use by layer, over all ranks.  A collective."""
+        parts = [("weights", name, p, 0) for name, p in self.module.named_parameters()]
+        return self._digests(parts if self.data_ranks.rank == 0 else [])["weights"]
+
+    def update_digests(self) -> dict[str, dict[str, int]]:
+        """Return the digests of the last update by layer, over all ranks.  A collective.
+
+        Returns:
+            {layer: digest} of each of `gradient` (the clipped gradient), `moments` (Adam's) and `masters` (the float32
+            weights after the update).
+        """
+        names = {id(p): name for name, p in self.module.named_parameters()}
+        parts: list[tuple[str, str, Tensor | None, int]] = []
+        for leaf in self._leaf_optimizers():
+            for shards in leaf.gbuf_ranges:
+                for p, ranges in (
+                    (p, ranges) for buckets in shards.values() for b in buckets for p, ranges in b["param_map"].items()
+                ):
+                    group, index = leaf.model_param_group_index_map[p]
+                    master = leaf.optimizer.param_groups[group]["params"][index]
+                    state, name, first = leaf.optimizer.state[master], names[id(p)], ranges["param"].start
+                    parts += [("gradient", name, master.grad, first), ("masters", name, master, first)]
+                    parts += [("moments", f"{name} {moment}", state[moment], first) for moment in _MOMENTS]
+        return self._digests(parts)
+
+    def _digests(self, parts: Sequence[tuple[str, str, Tensor | None, int]]) -> dict[str, dict[str, int]]:
+        """Sum digests over parameters and ranks.
+
+        Args:
+            parts: (object, name of the parameter, this rank's values, position of the first) for each tensor; None:
+                the rank has no values.
+        """
+        rank, offset = parallel_state.get_tensor_model_parallel_rank(), get_transformer_layer_offset(self.module.config)
+        own: dict[tuple[str, str], int] = {}
+        for what, name, value, first in parts:
+            if value is not None:
+                key = what, _layer_of(name, offset)
+                own[key] = own.get(key, 0) + named(f"{name} {rank}", digest(value, first))
+        every: list[Any] = [own] * (dist.get_world_size() if dist.is_initialized() else 1)
+        if len(every) > 1:
+            dist.all_gather_object(every, own)
+        found: dict[str, dict[str, int]] = {what: {} for what, *_ in parts}
+        for (what, layer), value in (item for one in every for item in one.items()):
+            layers = found.setdefault(what, {})
+            layers[layer] = (layers.get(layer, 0) + value) % (1 << 64)
+        return found
+
     # --- reference policy ------------------------------------------------------------------------------------------
 
     def set_reference(self) -> None:
@@ -408,6 +461,12 @@ class Actor:
     def reference_sha256(self) -> str:
         """Return `sha256_of` the reference policy, which is the same at any parallel layout.  A collective."""
         return self.stored_reference.sha256()
+
+
+def _layer_of(name: str, offset: int) -> str:
+    """Return `layer N` for a parameter of a layer, counted from 0 over all pipeline stages; its name for another."""
+    match = re.match(r"decoder\.layers\.(\d+)\.", name)
+    return f"layer {int(match[1]) + offset}" if match else name.partition(" ")[0]
 
 
 def load_optimizer(actor: Actor, param_state: Mapping[int, Mapping[str, Tensor]], step: int) -> None:

@@ -51,6 +51,12 @@ class _Records(Protocol):
     def disagreements(self, step: int, found: Sequence[Any]) -> None: ...
 
 
+class _Ledger(Protocol):
+    """The method of `lifecycle.ledger.Ledger` that this module uses."""
+
+    def groups(self, groups: Sequence[Any], judged: JudgedGroups, outcomes: Sequence[Sequence[str]]) -> None: ...
+
+
 class Rollouts:
     """The training loop's interface to engines and rewards: one object per trainer rank, saved in checkpoints.
 
@@ -65,9 +71,13 @@ class Rollouts:
         blend: LeaderOnly[Blend],
         collector: LeaderOnly[Collector],
         records: _Records,
+        ledger: _Ledger,
+        store: Callable[[int, Sequence[Group]], None],
         leader: Leader,
     ) -> None:
+        """Wrap the collector.  `store` keeps the groups that a step trains on (`lifecycle.batches`), on rank 0."""
         self.collector = collector
+        self._ledger, self._store_batch = ledger, store
         self._cfg, self._policy, self._blend, self._records, self._leader = cfg, policy, blend, records, leader
         self._published: object = None  # (version at the engines, version of the policy then)
         self._asleep = False
@@ -175,7 +185,9 @@ class Rollouts:
         self._report_unread(step, collector.unread_weights)
         self._records.rollouts(step, batch.groups, batch.dropped, collector.renderer.judged_text)
         self._records.disagreements(step, batch.disagreements)
+        self._store_batch(step, batch.groups)
         judged, summary = JudgedGroups.of(batch.groups), batch.without_tokens()
+        self._ledger.groups(batch.groups, judged, batch.outcomes)
         updates = judged.rows_of_updates(self._cfg.trainer.grpo.updates_per_step, self._policy.data_ranks.size)
         return [(summary, mine) for mine in judged.dealt([torch.cat(rows).tolist() for rows in updates])]
 

@@ -26,6 +26,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from nemo_prorl import rank
+from nemo_prorl.algorithms.digests import digest
 from nemo_prorl.batch import Batch
 from nemo_prorl.config import Config, DataSource, GRPOConfig, ResetsConfig, TrainerConfig
 from nemo_prorl.data.blend import LoadedData
@@ -167,6 +168,15 @@ class SmallPolicy:
 
     def reference_sha256(self) -> str:
         return sha256_of(self.reference)
+
+    def weight_digests(self) -> dict[str, int]:
+        return {name: digest(value) for name, value in self.weights.items()}
+
+    def update_digests(self) -> dict[str, dict[str, int]]:
+        gradient = {name: digest(value.grad) for name, value in self.weights.items() if value.grad is not None}
+        moments = self.moments().values()
+        found = {name: digest(state["exp_avg"]) for name, state in zip(self.weights, moments, strict=False)}
+        return {"gradient": gradient, "moments": found, "masters": self.weight_digests()}
 
     def state(self) -> dict[str, Any]:
         """Return a copy of weights, reference, moments and step count."""

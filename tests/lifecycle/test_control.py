@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 
 from nemo_prorl import cli
+from nemo_prorl.config import GRPOConfig
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.lifecycle import control
+from nemo_prorl.lifecycle.batches import Batches
 from nemo_prorl.lifecycle.control import Control, Request, Requests
 from nemo_prorl.lifecycle.records import Journal
 from nemo_prorl.metrics import Metrics
@@ -49,8 +51,9 @@ class Run:
 
         self.journal.append = journal_append  # type: ignore[method-assign]
         self.requests = Requests(folder, self.journal, lambda step, what: self.journal.append("alarm", step, what=what))
+        batches = Batches(folder, GRPOConfig(), lambda step, what: None)
         itself: Any = self  # validation, checkpoints and stopping of the real one
-        self.control = Control(leader().only(lambda: self.requests), itself, itself, itself)
+        self.control = Control(leader().only(lambda: self.requests), itself, itself, itself, batches)
         self.saved = folder / "checkpoint.json"
         self.state: dict[str, Any] = {"step": 0, "weights": "", "resets": []}
         if self.saved.exists():

@@ -1,0 +1,76 @@
+"""Digests of tensors: 64 bits that depend on each bit of each value and on its position.
+
+A digest is a sum over values modulo 2**64, so parts of a tensor can be summed on other ranks and in any order.  It finds
+accidental differences, also a single flipped bit and two values that changed places; it is not made against an attacker.
+"""
+
+import functools
+import hashlib
+
+import torch
+from torch import Tensor
+
+_BLOCK = 1 << 20  # values for which factors are kept
+_MODULO = 1 << 64
+_BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}  # bytes of a value: the type of its bits
+
+
+def digest(value: Tensor, first: int = 0) -> int:
+    """Return the digest of a tensor, in 0..2**64 - 1; its shape does not count.
+
+    Args:
+        first: position of the first value, if `value` is a part of a larger tensor.
+    """
+    flat = _bits(value).flatten()
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    start = 0
+    while start < len(flat):
+        block, at = divmod(first + start, _BLOCK)
+        part = flat[start : start + _BLOCK - at]
+        factors = _factors(str(flat.device))[at : at + len(part)]
+        total += (part.long() * factors).sum() * (_mixed(block) | 1)
+        start += len(part)
+    return int(total) % _MODULO
+
+
+def row_digests(value_BT: Tensor) -> Tensor:
+    """Return the digest of each row, modulo 2**32: int64 [B].  Zeros at the end of a row do not count."""
+    found = torch.zeros(len(value_BT), dtype=torch.int64)
+    for start in range(0, value_BT.shape[1], _BLOCK):
+        bits_BT = _bits(value_BT[:, start : start + _BLOCK])
+        factors = _factors(str(bits_BT.device))[: bits_BT.shape[1]]
+        for row, bits in enumerate(bits_BT):  # row by row: eight bytes for each value would be much memory
+            found[row] += int((bits.long() * factors).sum() * (_mixed(start // _BLOCK) | 1))
+    return (found ^ found >> 32) & 0xFFFFFFFF
+
+
+def text_digest(text: str) -> int:
+    """Return the digest of a text, in 0..2**32 - 1."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")
+
+
+def named(name: str, value: int) -> int:
+    """Return a digest that also depends on a name, so that digests of several tensors can be summed."""
+    factor = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") | 1
+    return value * factor % _MODULO
+
+
+def _bits(value: Tensor) -> Tensor:
+    value = value.detach().contiguous()
+    if value.dtype == torch.bool:
+        return value.to(torch.int8)
+    return value.view(_BITS[value.element_size()])
+
+
+@functools.lru_cache(maxsize=2)
+def _factors(device: str) -> Tensor:
+    """Return an odd factor for each position of a block: int64 [2**20]."""
+    position = torch.arange(1, _BLOCK + 1, device=device) * -7046029254386353131  # 2**64 / golden ratio
+    position ^= position >> 29
+    position *= -4658895280553007687
+    return position ^ position >> 32 | 1
+
+
+def _mixed(block: int) -> int:
+    """Return a factor for a block, in the range of int64."""
+    return int.from_bytes(hashlib.blake2b(str(block).encode(), digest_size=8).digest(), "big", signed=True)

@@ -1,0 +1,92 @@
+"""The stored batches of a run: the groups that a step trains on, in RUN/batches/step-N.safetensors.
+
+The files have the format of `rollout.group_arrays`, and a thread writes them while the step trains.  The newest
+`trainer.grpo.keep_batches` are kept, and those of each `trainer.grpo.keep_batches_every`-th step.  `prorl control RUN
+keep-batches` moves those that are there to RUN/batches/kept, where they stay.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from nemo_prorl.config import GRPOConfig
+from nemo_prorl.errors import DataError
+from nemo_prorl.files import new_file
+from nemo_prorl.rollout.group_arrays import decode, encode
+from nemo_prorl.rollout.groups import Group
+
+_log = logging.getLogger(__name__)
+_WAIT_S = 60.0  # seconds for the last file at the end of a process
+
+
+class Batches:
+    """A writer of a run's batches, on rank 0."""
+
+    def __init__(self, run_dir: Path, config: GRPOConfig, alarm: Callable[[int, str], None]) -> None:
+        """Write nothing yet.  `alarm` is called with the step and a text if a batch cannot be written."""
+        self.folder = run_dir / "batches"
+        self._config, self._alarm = config, alarm
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self._last: Future[None] | None = None
+        self._told = False
+
+    def store(self, step: int, groups: Sequence[Group]) -> None:
+        """Write the batch of a step in the background, and then remove those that need not stay."""
+        if self._config.keep_batches > 0 or self._stays(step):
+            self._last = self._thread.submit(self._write, step, list(groups))
+
+    def _stays(self, step: int) -> bool:
+        every = self._config.keep_batches_every
+        return every is not None and step % every == 0
+
+    def _write(self, step: int, groups: Sequence[Group]) -> None:
+        try:
+            self.folder.mkdir(exist_ok=True)
+            with new_file(batch_file(self.folder, step)) as temporary:
+                temporary.write_bytes(encode(groups))
+            for file in self.folder.glob("step-*.safetensors"):
+                old = int(file.stem.removeprefix("step-"))
+                if old <= step - self._config.keep_batches and not self._stays(old):
+                    file.unlink(missing_ok=True)
+        except OSError as error:  # a full disk must not end the training
+            if not self._told:
+                self._alarm(step, f"{batch_file(self.folder, step)} was not written: {error.strerror}")
+            self._told = True
+
+    def keep(self) -> list[int]:
+        """Move the batches that are there to the folder `kept`; return their steps."""
+        self.wait()
+        kept = self.folder / "kept"
+        kept.mkdir(parents=True, exist_ok=True)
+        files = sorted(self.folder.glob("step-*.safetensors"))
+        return [int(file.rename(kept / file.name).stem.removeprefix("step-")) for file in files]
+
+    def wait(self) -> None:
+        """Wait until the last batch is written, at most a minute."""
+        if self._last is not None:
+            self._last.exception(_WAIT_S)
+
+
+def batch_file(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:06d}.safetensors"
+
+
+def stored_batch(run_dir: Path, step: int) -> Path | None:
+    """Return the file of a step's batch; None if it was not kept."""
+    folders = run_dir / "batches", run_dir / "batches" / "kept"
+    return next((file for folder in folders if (file := batch_file(folder, step)).exists()), None)
+
+
+def read_batch(run_dir: Path, step: int) -> list[Group]:
+    """Return the groups that a step trained on.  Raises DataError if they were not kept, or cannot be read."""
+    file = stored_batch(run_dir, step)
+    if file is None:
+        raise DataError(
+            f"{run_dir / 'batches'}: step {step} has no stored batch. Fix: keep more with trainer.grpo.keep_batches=N,"
+            " or `prorl control RUN keep-batches` while they are there"
+        )
+    try:
+        return decode(file.read_bytes())
+    except Exception as error:  # safetensors raises an error type of its own
+        raise DataError(f"{file} cannot be read: {error}") from error

@@ -1,0 +1,207 @@
+"""The ledger of a run: digests of everything that a step computes, in order of time, one line per step.
+
+Two runs whose lines are equal computed the same to the bit.  `prorl bisect` names the first object in which two ledgers
+part, and `prorl replay-training` computes stored steps again and compares.
+
+Fields of a line of RUN/ledger.jsonl:
+
+    step      step of the run
+    chain     sha256 over the chain of the line before and the objects of this line
+    draws     draw numbers of the groups, in the order of the batch
+    samples   responses per group
+    outcomes  prompt id and outcome of each group that the step decided on, also of dropped ones; not in the chain
+    objects   digests by the name of the object, in the order of `OBJECTS`
+
+Suffixes: G groups, B responses of all groups.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nemo_prorl.algorithms.digests import row_digests, text_digest
+from nemo_prorl.batch import JudgedGroups
+from nemo_prorl.files import json_lines
+
+_DIGITS = 8  # hexadecimal digits of the digest of a response or a group
+
+
+class Object(NamedTuple):
+    """An object of the ledger: the phase that computes it, what its digests are of, and its name in sentences."""
+
+    phase: str
+    parts: str  # layers | groups | responses | values
+    words: str
+
+
+OBJECTS = {
+    "weights": Object("trainer", "layers", "the weights that the step begins with"),
+    "reference": Object("trainer", "values", "the reference policy"),
+    "prompts": Object("data", "groups", "prompts: id, visit and tokens"),
+    "versions": Object("sampling", "groups", "version of the weights that the engines used"),
+    "first": Object("sampling", "responses", "log-probability of a response's first token"),
+    "tokens": Object("sampling", "responses", "tokens of a response"),
+    "engine_logp": Object("sampling", "responses", "the engine's log-probabilities"),
+    "verdicts": Object("rewards", "responses", "verdict: score, correct, parts and failure"),
+    "old_logp": Object("trainer", "responses", "the trainer's log-probabilities before the updates"),
+    "ref_logp": Object("trainer", "responses", "the reference policy's log-probabilities"),
+    "advantage": Object("trainer", "responses", "advantage"),
+    "weight": Object("trainer", "responses", "weights of the tokens in the loss"),
+    # of each update, in this order; the names begin with `update N/`
+    "settings": Object("trainer", "values", "learning rate and coefficient of entropy"),
+    "gradient": Object("trainer", "layers", "clipped gradient"),
+    "moments": Object("trainer", "layers", "Adam's moments after the update"),
+    "masters": Object("trainer", "layers", "weights after the update"),
+}
+
+
+def object_of(name: str) -> Object:
+    """Return what the ledger says about an object: `gradient`, or `update 2/gradient`."""
+    return OBJECTS[name.rpartition("/")[2]]
+
+
+@dataclass(eq=False, repr=False)
+class Ledger:
+    """The ledger of a run.  Each rank has this object; rank 0 writes."""
+
+    path: Path
+    writes: bool  # True on rank 0 only
+    data_ranks: Any  # policy.data_ranks.DataRanks
+    _objects: dict[str, Any] = field(default_factory=dict)
+    _rows: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)  # (numbers, digests) of own responses
+    _head: dict[str, Any] = field(default_factory=dict)
+    _updates: int = 0
+    _chain: str = ""
+
+    def begin(self, weights: Mapping[str, int], reference_sha256: str) -> None:
+        """Begin a step.
+
+        Args:
+            weights: digest of the policy's weights by layer.
+        """
+        self._objects, self._rows, self._updates, self._head = {}, {}, 0, {}
+        self._objects["weights"] = _by_layer(weights)
+        self._objects["reference"] = {"sha256": reference_sha256[:16]}
+
+    def groups(self, groups: Sequence[Any], judged: JudgedGroups, outcomes: Sequence[Sequence[str]]) -> None:
+        """Add the groups of the step, on rank 0: prompts, responses and verdicts.
+
+        Args:
+            groups: `rollout.groups.Group` objects.
+            judged: the same groups, with the tokens of all responses.
+            outcomes: prompt id and outcome of each group that the step decided on.
+        """
+        rows = judged.rows
+        token_N, logp_M = torch.from_numpy(rows.token_N), torch.from_numpy(rows.logp_M)
+        tokens = torch.split(token_N, rows.length_B.tolist())
+        responses = [ids[prompt:] for ids, prompt in zip(tokens, rows.prompt_B.tolist(), strict=True)]
+        logps = torch.split(logp_M, rows.response_B.tolist())
+        first_B = np.array([logp[:1].sum().item() for logp in logps], np.float32).view(np.uint32)
+        self._head = {"draws": list(judged.draws), "samples": judged.valid_GN.shape[1], "outcomes": outcomes}
+        self._objects |= {
+            "prompts": _hex(text_digest(json.dumps([g.prompt_id, g.visit, list(g.prompt_ids)])) for g in groups),
+            "versions": _hex(g.version for g in groups),
+            "first": _hex(first_B.tolist()),
+            "tokens": _hex(_one_row(ids) for ids in responses),
+            "engine_logp": _hex(_one_row(logp) for logp in logps),
+            "verdicts": _hex(text_digest(_without_text(v)) for g in groups for v in g.verdicts),
+        }
+
+    def responses(self, numbers_B: Tensor, **values: Tensor) -> None:
+        """Add values of this data rank's responses, by name of the object.
+
+        Args:
+            numbers_B: int64, positions of the responses among all responses of the step.
+            values: [B, T], 0 outside of the response, or [B].
+        """
+        for name, value in values.items():
+            digests = row_digests(value if value.ndim == 2 else value[:, None])
+            self._rows[name] = numbers_B.tolist(), digests.tolist()
+
+    def update(self, digests: Mapping[str, Mapping[str, int]], **settings: float) -> None:
+        """Add an update: its settings, and the digests of `gradient`, `moments` and `masters` by layer."""
+        self._updates += 1
+        found = {"settings": {name: repr(value) for name, value in settings.items()}}
+        found |= {name: _by_layer(digests[name]) for name in ("gradient", "moments", "masters")}
+        self._objects |= {f"update {self._updates}/{name}": value for name, value in found.items()}
+
+    def end(self, step: int) -> None:
+        """Write the line of the step.  A collective."""
+        every = self.data_ranks.gather(self._rows)
+        if not self.writes:
+            return
+        objects = self._objects
+        for name in every[0]:
+            pairs = [pair for part in every for pair in zip(*part[name], strict=True)]
+            objects[name] = _hex(digest for _, digest in sorted(pairs))
+        order = list(OBJECTS)
+        objects = dict(sorted(objects.items(), key=lambda item: _place(item[0], order)))
+        text = json.dumps([self._chain, objects], separators=(",", ":"))
+        self._chain = hashlib.sha256(text.encode()).hexdigest()[:16]
+        with self.path.open("a") as file:
+            file.write(json_lines([{"step": step, "chain": self._chain, **self._head, "objects": objects}]))
+
+    def cut(self, step: int) -> None:
+        """Remove the lines after `step`, at the start of a process: their steps are computed again."""
+        if not self.writes:
+            return
+        self._chain, end = "", 0
+        if self.path.exists():
+            with self.path.open("rb") as file:
+                for line in file:
+                    value = _parsed(line)
+                    if value is None or value["step"] > step:
+                        break
+                    self._chain, end = value["chain"], end + len(line)
+            os.truncate(self.path, end)
+
+
+def read_ledger(run_dir: Path) -> dict[int, dict[str, Any]]:
+    """Return the lines of a run's ledger by step; empty if it has none.  A line that a kill cut short is left out."""
+    path = run_dir / "ledger.jsonl"
+    if not path.exists():
+        return {}
+    with path.open("rb") as file:
+        return {value["step"]: value for line in file if (value := _parsed(line)) is not None}
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        value: dict[str, Any] = json.loads(line)
+    except ValueError:
+        return None
+    return value if line.endswith(b"\n") else None
+
+
+def _place(name: str, order: Sequence[str]) -> tuple[int, int]:
+    update, _, short = name.rpartition("/")
+    return int(update.removeprefix("update ") or 0), order.index(short)
+
+
+def _by_layer(digests: Mapping[str, int]) -> dict[str, str]:
+    return {layer: f"{value:016x}" for layer, value in sorted(digests.items())}
+
+
+def _hex(digests: Any) -> str:
+    return "".join(f"{value:0{_DIGITS}x}" for value in digests)
+
+
+def parts_of(value: str) -> list[str]:
+    """Return the digests of an object that has one for each group or response."""
+    return [value[start : start + _DIGITS] for start in range(0, len(value), _DIGITS)]
+
+
+def _one_row(values: Tensor) -> int:
+    return int(row_digests(values[None]))
+
+
+def _without_text(verdict: Mapping[str, Any]) -> str:
+    return json.dumps([verdict[key] for key in ("score", "correct", "parts", "failure")], sort_keys=True)

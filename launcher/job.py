@@ -76,6 +76,16 @@ def preflight(cfg: DictConfig, config_text: str, events: Events) -> int:
         return _supervise(cfg, run_dir, config_text, events, only="preflight")
 
 
+def replay(cfg: DictConfig, folder: Path) -> int:
+    """Train stored steps again in a folder that `launcher.replayed` made; return the trainer's exit code."""
+    one_node(cfg)
+    with locked(folder), Events(None, folder) as events:
+        clear_endpoints(folder)
+        peers = Peers(folder / "endpoints", Place(port=free_port("127.0.0.1")))
+        log = MergedLog(folder / "logs" / "all.log")
+        return Node(cfg, folder, [], log, events, peers=peers).run("replay").code
+
+
 def _supervise(cfg: DictConfig, run_dir: Path, config_text: str, events: Events, only: str | None = None) -> int:
     tasks = prepare(cfg, run_dir, config_text)
     clear_endpoints(run_dir)

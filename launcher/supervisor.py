@@ -99,7 +99,8 @@ class Node:
 
         Args:
             only: "warmup": only the supervised steps of the trainer, without engines and reward server;
-                "preflight": only one step at full context (`nemo_prorl.preflight`); None: the whole run.
+                "preflight": only one step at full context (`nemo_prorl.preflight`); "replay": stored steps without
+                engines (`nemo_prorl.replay_training`); None: the whole run.
         """
         from nemo_prorl.rollout.weights import WeightStore, weights_folder
 
@@ -107,7 +108,7 @@ class Node:
         store = WeightStore(weights_folder(self.dir, self.place.node if self.place.nodes > 1 else None))
         if stale := store.remove_stale():
             _log.info("removed %d stale weight files of an earlier process from %s", len(stale), store.folder)
-        services = [] if only == "warmup" else self.services(store.folder)
+        services = [] if only in ("warmup", "replay") else self.services(store.folder)
         ranks = self._ranks(only)
         health = Health(services, self.endpoints / "token", self.cfg.trainer.deadlines)
         usage = UsageSampler([*services, *ranks], self.dir, self.place)
@@ -410,7 +411,9 @@ class Node:
             "TORCHINDUCTOR_COMPILE_THREADS": "1",  # a rank compiles four small functions; a process pool costs more
             **rank_variables(self.cfg),
         }
-        module = "nemo_prorl.preflight" if only == "preflight" else "nemo_prorl.rank"
+        module = {"preflight": "nemo_prorl.preflight", "replay": "nemo_prorl.replay_training"}.get(
+            only or "", "nemo_prorl.rank"
+        )
         command = [sys.executable, "-m", module, str(self.dir), *(["warmup"] if only == "warmup" else [])]
         ranks = []
         for k in range(devices):

@@ -79,7 +79,7 @@ class Ledger:
     _rows: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)  # (numbers, digests) of own responses
     _head: dict[str, Any] = field(default_factory=dict)
     _updates: int = 0
-    _chain: str = ""
+    chain: str = ""  # of the last line
 
     def begin(self, weights: Mapping[str, int], reference_sha256: str) -> None:
         """Begin a step.
@@ -144,23 +144,23 @@ class Ledger:
             objects[name] = _hex(digest for _, digest in sorted(pairs))
         order = list(OBJECTS)
         objects = dict(sorted(objects.items(), key=lambda item: _place(item[0], order)))
-        text = json.dumps([self._chain, objects], separators=(",", ":"))
-        self._chain = hashlib.sha256(text.encode()).hexdigest()[:16]
+        text = json.dumps([self.chain, objects], separators=(",", ":"))
+        self.chain = hashlib.sha256(text.encode()).hexdigest()[:16]
         with self.path.open("a") as file:
-            file.write(json_lines([{"step": step, "chain": self._chain, **self._head, "objects": objects}]))
+            file.write(json_lines([{"step": step, "chain": self.chain, **self._head, "objects": objects}]))
 
     def cut(self, step: int) -> None:
         """Remove the lines after `step`, at the start of a process: their steps are computed again."""
         if not self.writes:
             return
-        self._chain, end = "", 0
+        self.chain, end = "", 0
         if self.path.exists():
             with self.path.open("rb") as file:
                 for line in file:
                     value = _parsed(line)
                     if value is None or value["step"] > step:
                         break
-                    self._chain, end = value["chain"], end + len(line)
+                    self.chain, end = value["chain"], end + len(line)
             os.truncate(self.path, end)
 
 

@@ -37,7 +37,9 @@ class Parting:
 
 def parting(first: Mapping[int, Line], second: Mapping[int, Line], norms: "Norms | None" = None) -> Parting | None:
     """Return the first difference in the steps that both ledgers have; None if these are equal."""
-    return next((p for step in sorted(first.keys() & second.keys()) if (p := of_step(first[step], second[step], norms))), None)
+    return next(
+        (p for step in sorted(first.keys() & second.keys()) if (p := of_step(first[step], second[step], norms))), None
+    )
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,9 @@ def _by_part(line: Line, name: str, draws: Sequence[int]) -> dict[str, str]:
     return {text: digest for (draw, text), digest in zip(names, digests, strict=False) if draw in draws}
 
 
-def _kind(name: str, mine: Mapping[str, str], other: Mapping[str, str], different: Sequence[str], rounding: bool) -> str:
+def _kind(
+    name: str, mine: Mapping[str, str], other: Mapping[str, str], different: Sequence[str], rounding: bool
+) -> str:
     short = name.rpartition("/")[2]
     if short == "first":
         gaps = [abs(_float(mine[part]) - _float(other[part])) for part in different if part in other]
@@ -95,7 +99,11 @@ def _kind(name: str, mine: Mapping[str, str], other: Mapping[str, str], differen
         **{"prompts": "data", "versions": "scheduling", "tokens": "sampling", "engine_logp": "engine arithmetic"},
         **{"verdicts": "reward", "settings": "configuration", "moments": "optimizer", "masters": "optimizer"},
     }
-    if short not in kinds and len(different) > 1 and sorted(map(mine.get, different)) == sorted(map(other.get, different)):
+    if (
+        short not in kinds
+        and len(different) > 1
+        and sorted(map(mine.get, different)) == sorted(map(other.get, different))
+    ):
         return "trainer: the same values in other rows"
     return kinds.get(short, "trainer")
 

@@ -214,6 +214,16 @@ class Journal:
         """Return the events of all complete lines; leave out a last line that a kill cut short."""
         return read_objects(self.path)
 
+    def resets(self) -> dict[int, Reset]:
+        """Return the hard resets by step.  What came after a step from which the run was resumed does not count."""
+        found: dict[int, Reset] = {}
+        for event in self.events():
+            if event["event"] == "resume":
+                found = {step: reset for step, reset in found.items() if step <= event["step"]}
+            elif event["event"] == "reset_commit":
+                found[event["step"]] = {key: event[key] for key in Reset.__annotations__ if key in event}  # type: ignore[assignment]
+        return found
+
 
 def write_rollouts(
     run_dir: Path,

@@ -10,7 +10,7 @@ checkpoint, and `settle` adds `reset_commit`.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
@@ -113,25 +113,38 @@ class Resets:
         back_to = self._best_before(step, checkpoints) if self.config.roll_back else None
         self.records.event("reset_intent", step, reason=reason)
         killpoint("reset:intent")
-        if back_to is not None:  # step count and data position continue; groups of the bad weights are dropped
-            checkpoints.load_policy(back_to)
-            self.rollouts.drop()
-        if self.config.parts != "optimizer":
-            self.policy.set_reference()
-        killpoint("reset:reference")
-        if self._empties(back_to is not None):
-            self.policy.reset_optimizer()
-        killpoint("reset:optimizer")
+        if back_to is not None:
+            self.rollouts.drop()  # step count and data position continue; groups of the bad weights are dropped
+        self._reset_policy(back_to, checkpoints.load_policy)
         reset: Reset = {"step": step, "reason": reason, "reference_sha256": self.policy.reference_sha256()}
         self.done.append(reset if back_to is None else {**reset, "rolled_back_to": back_to})
         self.history.run_on_leader(lambda history: history.reset(step))
-        self.fresh = self.config.parts != "optimizer"
         checkpoints.save(step, wait=True)
         killpoint("reset:checkpointed")
         self.records.event("reset_commit", **self.done[-1])
         killpoint("reset:committed")
         back = "" if back_to is None else f", back to step {back_to}"
         _log.info("hard reset after step %d (%s)%s", step, reason, back)
+
+    def _reset_policy(self, back_to: int | None, load_policy: Callable[[int], object]) -> None:
+        if back_to is not None:
+            load_policy(back_to)
+        if self.config.parts != "optimizer":
+            self.policy.set_reference()
+        killpoint("reset:reference")
+        if self._empties(back_to is not None):
+            self.policy.reset_optimizer()
+        killpoint("reset:optimizer")
+        self.fresh = self.config.parts != "optimizer"
+
+    def repeat(self, reset: Reset, load_policy: Callable[[int], object]) -> None:
+        """Make a hard reset of a finished step again, without records and checkpoint.
+
+        Args:
+            load_policy: loads the weights of an earlier step, for a roll-back.
+        """
+        self._reset_policy(reset.get("rolled_back_to"), load_policy)
+        self.done.append(reset)
 
     def _best_before(self, step: int, checkpoints: "Checkpoints") -> int | None:
         """Return the earlier step to roll back to: the best validation since the last reset.

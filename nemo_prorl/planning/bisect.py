@@ -70,7 +70,9 @@ def other_settings(first: Path, second: Path) -> str:
 def values(first: Path, second: Path, found: Parting) -> list[str]:
     """Return the values of the first response that differs, if both runs have stored the step's batch."""
     words = found.where.partition(",")[0].split()
-    if object_of(found.object if found.object != "groups" else "prompts").phase == "trainer" or words[:1] != ["response"]:
+    if object_of(found.object if found.object != "groups" else "prompts").phase == "trainer" or words[:1] != [
+        "response"
+    ]:
         return []
     sample, draw = int(words[1]), int(words[4])
     lines = []

@@ -1,7 +1,7 @@
 """Digests of tensors: 64 bits that depend on each bit of each value and on its position.
 
-A digest is a sum over values modulo 2**64, so parts of a tensor can be summed on other ranks and in any order.  It finds
-accidental differences, also a single flipped bit and two values that changed places; it is not made against an attacker.
+A digest is a sum over values modulo 2**64, so parts of a tensor can be summed on several ranks and in any order.  It
+finds accidental differences, such as a flipped bit or two values that changed places.  It does not stop an attacker.
 """
 
 import functools

@@ -91,8 +91,9 @@ def _kind(
     if short == "first":
         gaps = [abs(_float(mine[part]) - _float(other[part])) for part in different if part in other]
         if len(different) < _MOST * len(mine):  # another token comes first in a few responses only
-            return "sampling"
-        return "engine arithmetic" if max(gaps, default=0.0) <= _ROUNDING else "sampling"
+            return "sampling: another seed"
+        large = max(gaps, default=0.0) > _ROUNDING
+        return "sampling: temperature, or other weights in the engine" if large else "engine arithmetic"
     if short == "gradient":
         return "order of sums" if rounding else "trainer"
     kinds = {

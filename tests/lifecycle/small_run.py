@@ -176,7 +176,8 @@ class SmallPolicy:
         gradient = {name: digest(value.grad) for name, value in self.weights.items() if value.grad is not None}
         moments = self.moments().values()
         found = {name: digest(state["exp_avg"]) for name, state in zip(self.weights, moments, strict=False)}
-        return {"gradient": gradient, "moments": found, "masters": self.weight_digests()}
+        masters = {name: digest(value) for name, value in self.weights.items()}
+        return {"gradient": gradient, "moments": found, "masters": masters}
 
     def state(self) -> dict[str, Any]:
         """Return a copy of weights, reference, moments and step count."""

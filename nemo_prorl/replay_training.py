@@ -1,0 +1,150 @@
+"""Trains stored steps of a run again, without engines and reward servers, and writes a ledger of its own.
+
+Every trainer rank runs this file in a folder that `launcher.replayed` made (`prorl replay-training`):
+
+    python -m nemo_prorl.replay_training FOLDER
+
+FOLDER has a config.yaml, which is the run's but for the keys that the user changes, and the plan in replay.json.
+"""
+
+import json
+import logging
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+from nemo_prorl import device, rank
+from nemo_prorl.algorithms.entropy import AdaptiveEntropy
+from nemo_prorl.batch import JudgedGroups
+from nemo_prorl.config import Config, num_ranks
+from nemo_prorl.leader import Leader
+from nemo_prorl.lifecycle import retention
+from nemo_prorl.lifecycle.batches import read_batch
+from nemo_prorl.lifecycle.journal_events import Reset
+from nemo_prorl.lifecycle.ledger import Ledger
+from nemo_prorl.lifecycle.records import Records
+from nemo_prorl.lifecycle.resets import Resets
+from nemo_prorl.lifecycle.tolerances import kl_after_reset
+from nemo_prorl.metrics import Metrics
+from nemo_prorl.sizing.flops import UpdateSpeed
+from nemo_prorl.sizing.memory import ModelShape
+from nemo_prorl.trainer import Trainer, TrainerState
+
+_log = logging.getLogger(__name__)
+
+PLAN = "replay.json"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to train again.
+
+    `checkpoint`: of the run; None: from the weights that the run began with.  `before`: step of these weights.
+    `chain`: the ledger's chain after that step.  `resets`: hard resets after it, by step.
+    """
+
+    run_dir: str
+    checkpoint: str | None
+    before: int
+    last: int
+    chain: str
+    resets: Mapping[int, Reset]
+
+    def write(self, folder: Path) -> None:
+        (folder / PLAN).write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, folder: Path) -> "Plan":
+        plan = json.loads((folder / PLAN).read_text())
+        return cls(**{**plan, "resets": {int(step): reset for step, reset in plan["resets"].items()}})
+
+
+@dataclass(frozen=True)
+class StoredRollouts:
+    """The training loop's interface to engines and rewards, as `rollout.rollouts.Rollouts`, for stored batches."""
+
+    cfg: Config
+    run_dir: Path  # of the run that stored the batches
+    policy: Any
+    ledger: Ledger
+    leader: Leader
+
+    def publish(self, version: int) -> None:
+        """Do nothing: there are no engines."""
+
+    def collect(self, metrics: Metrics) -> JudgedGroups:
+        """Return the groups that the run trained on in this step, with this data rank's tokens.
+
+        Raises DataError: the batch was not kept.
+        """
+        return self.leader.share(partial(self._take, metrics.step))
+
+    def _take(self, step: int) -> list[JudgedGroups]:
+        groups = read_batch(self.run_dir, step)
+        judged = JudgedGroups.of(groups)
+        self.ledger.groups(groups, judged, [])
+        updates = judged.rows_of_updates(self.cfg.trainer.grpo.updates_per_step, self.policy.data_ranks.size)
+        return judged.dealt([torch.cat(rows).tolist() for rows in updates])
+
+
+def build(cfg: Config, folder: Path, policy: Any, plan: Plan) -> Trainer:
+    """Build the parts of a trainer that its `train_step` uses.  A collective."""
+    actor, leader, nothing = policy.actor, policy.leader, None  # type: Any, Leader, Any
+    records = Records(cfg, folder, leader.rank == 0)
+    ledger = Ledger(folder / "ledger.jsonl", leader.rank == 0, actor.data_ranks)
+    ledger.chain = plan.chain
+    rollouts: Any = StoredRollouts(cfg, Path(plan.run_dir), actor, ledger, leader)
+    allowed = kl_after_reset(cfg)  # type: ignore[arg-type]
+    resets = Resets(
+        cfg.trainer.resets, allowed, actor, rollouts=rollouts, validation=nothing, records=records, leader=leader
+    )
+    shape = ModelShape.of(OmegaConf.create(cfg.model), actor.shape.vocab)
+    return Trainer(
+        cfg=cfg,
+        policy=actor,
+        progress=TrainerState(step=plan.before),
+        rollouts=rollouts,
+        validation=nothing,
+        resets=resets,
+        checkpoints=nothing,
+        control=nothing,
+        records=records,
+        ledger=ledger,
+        stopping=nothing,
+        entropy=AdaptiveEntropy(cfg.trainer.grpo.adaptive_entropy),
+        speed=UpdateSpeed(shape, num_ranks(cfg), device.card()),
+        traces=nothing,
+        watchdog=nothing,
+        leader=leader,
+    )
+
+
+def replay(cfg: Config, folder: Path) -> None:
+    """Load the weights before the first step, and train the steps of the plan with their stored batches."""
+    plan = Plan.read(folder)
+    policy = rank.Policy(cfg, folder)
+    trainer, store = build(cfg, folder, policy, plan), policy.store(cfg)
+    if plan.checkpoint is not None:
+        state = store.load(Path(plan.checkpoint))
+        trainer.progress.load_state_dict({**state["trainer"], "unfinished": None})
+        trainer.entropy.load_state_dict(state["entropy"])
+        trainer.resets.done, trainer.resets.fresh = list(state["resets"]["done"]), bool(state["resets"]["fresh"])
+    checkpoints = Path(plan.run_dir) / "checkpoints"
+    for step in range(plan.before + 1, plan.last + 1):
+        metrics = trainer.train_step(step)
+        trainer.records.log(metrics)
+        if (reset := plan.resets.get(step)) is not None:
+            trainer.resets.repeat(reset, lambda back_to: store.load_policy(retention.step_folder(checkpoints, back_to)))
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    directory = Path(sys.argv[1])
+    rank.end(rank.main(partial(replay, rank.read(directory), directory)))

@@ -1,0 +1,278 @@
+"""The ledger: equal runs have equal lines, a planted fault is found where it was planted, stored steps train again."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_prorl import replay_training
+from nemo_prorl.config import GRPOConfig, ResetsConfig
+from nemo_prorl.errors import DataError
+from nemo_prorl.lifecycle import batches as batches_module
+from nemo_prorl.lifecycle.batches import Batches, batch_file, read_batch, stored_batch
+from nemo_prorl.lifecycle.ledger import read_ledger
+from nemo_prorl.lifecycle.ledger_diff import Norms, Parting, parting
+from nemo_prorl.planning.bisect import norms_of
+from nemo_prorl.trainer import Trainer
+from tests.lifecycle.small_run import Killed, SmallRun, config, killed_at
+from tests.lifecycle.small_store import SmallStore
+
+AT = 3  # step of the planted faults
+
+
+def whole(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, prepare: Any = lambda run, trainer: None, **grpo: Any
+) -> SmallRun:
+    run = SmallRun(config(folder, ResetsConfig(at_steps=[4]), **{"max_steps": 6, **grpo}))
+    run.process(monkeypatch, lambda trainer: prepare(run, trainer))
+    return run
+
+
+def lines_of(run: SmallRun) -> dict[int, dict[str, Any]]:
+    return read_ledger(run.folder)
+
+
+def test_equal_runs_have_equal_ledgers_also_if_one_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = whole(tmp_path / "first", monkeypatch)
+    second = SmallRun(config(tmp_path / "second", ResetsConfig(at_steps=[4]), max_steps=6))
+    with killed_at("reset:reference", monkeypatch), pytest.raises(Killed):
+        second.process(monkeypatch, lambda trainer: None)
+    second.process(monkeypatch, lambda trainer: None)
+    assert list(lines_of(first)) == [1, 2, 3, 4, 5, 6]
+    assert lines_of(first) == lines_of(second)
+    assert len({line["chain"] for line in lines_of(first).values()}) == 6
+
+
+# --- planted faults --------------------------------------------------------------------------------------------------
+
+
+def at_step(trainer: Trainer, owner: Any, name: str, change: Callable[..., Any]) -> None:
+    """Let `change(original, *arguments)` take the place of a method in its calls of step AT."""
+    original, early = getattr(owner, name), name in ("generate", "weight_digests")  # called before the step counts
+
+    def changed(*given: Any, **named: Any) -> Any:
+        is_due = trainer.progress.step + early == AT
+        return change(original, *given, **named) if is_due else original(*given, **named)
+
+    setattr(owner, name, changed)
+
+
+def another_seed(run: SmallRun, trainer: Trainer) -> None:
+    async def generate(original: Any, prompt_ids: Any, seeds: Any, *rest: Any, **named: Any) -> Any:
+        return await original(prompt_ids, [seeds[0] ^ 1, *seeds[1:]], *rest, **named)
+
+    at_step(trainer, run.engines, "generate", generate)
+
+
+def another_verdict(run: SmallRun, trainer: Trainer) -> None:
+    def changed(batch: Any) -> Any:
+        verdicts = list(batch.groups[0].verdicts)
+        verdicts[1] = {**verdicts[1], "score": 0.5}
+        return replace(batch, groups=[replace(batch.groups[0], verdicts=verdicts), *batch.groups[1:]])
+
+    change_batch(run, changed)
+
+
+def change_batch(run: SmallRun, change: Callable[[Any], Any]) -> None:
+    take = run.collector.take
+
+    def taken(step: int, version: int) -> Any:
+        return change(take(step, version)) if step == AT else take(step, version)
+
+    run.collector.take = taken  # type: ignore[method-assign]
+
+
+def swapped_rows(run: SmallRun, trainer: Trainer) -> None:
+    def logprobs(original: Any, batch: Any) -> Any:
+        logp_BT, entropy_BT = original(batch)
+        order = torch.arange(len(logp_BT))
+        order[[0, 1]] = order[[1, 0]]
+        return logp_BT[order], entropy_BT
+
+    at_step(trainer, run.policy, "logprobs", logprobs)
+
+
+def stale_tensor(run: SmallRun, trainer: Trainer) -> None:
+    async def announce(original: Any, path: str, version: int) -> None:
+        before = run.engines.logits_VV.clone()
+        await original(path, version)
+        run.engines.logits_VV[:, :4] = before[:, :4]
+
+    original = run.engines.announce
+
+    async def changed(path: str, version: int) -> None:
+        await (announce(original, path, version) if version == AT - 1 else original(path, version))
+
+    run.engines.announce = changed  # type: ignore[method-assign]
+
+
+def flipped_bit(run: SmallRun, trainer: Trainer) -> None:
+    def weight_digests(original: Any) -> Any:
+        with torch.no_grad():
+            run.policy.weights["head"].view(torch.int32)[3, 3] ^= 1
+        return original()
+
+    at_step(trainer, run.policy, "weight_digests", weight_digests)
+
+
+def other_order_of_sums(run: SmallRun, trainer: Trainer) -> None:
+    def update(original: Any, batch: Any, loss: Any, *given: Any, **named: Any) -> Any:
+        def scaled(*parts: Any) -> Any:
+            value, sums = loss(*parts)
+            return value * (1 + 2e-7), sums
+
+        return original(batch, scaled, *given, **named)
+
+    at_step(trainer, run.policy, "update", update)
+
+
+def learning_rate(run: SmallRun, trainer: Trainer) -> None:
+    def set_rate(original: Any, lr: float) -> None:
+        original(2 * lr)
+
+    at_step(trainer, run.policy, "set_learning_rate", set_rate)
+
+
+def rounded_head(run: SmallRun, trainer: Trainer) -> None:
+    def logprobs(original: Any, batch: Any) -> Any:
+        logp_BT, entropy_BT = original(batch)
+        return logp_BT.bfloat16().float(), entropy_BT
+
+    at_step(trainer, run.policy, "logprobs", logprobs)
+
+
+def temperature(run: SmallRun, trainer: Trainer) -> None:
+    async def generate(original: Any, prompt_ids: Any, seeds: Any, sampling: Any, *rest: Any, **named: Any) -> Any:
+        return await original(
+            prompt_ids, seeds, replace(sampling, temperature=1.1 * sampling.temperature), *rest, **named
+        )
+
+    at_step(trainer, run.engines, "generate", generate)
+
+
+def dropped_group(run: SmallRun, trainer: Trainer) -> None:
+    change_batch(run, lambda batch: replace(batch, groups=batch.groups[1:]))
+
+
+def other_reference(run: SmallRun, trainer: Trainer) -> None:
+    def reference_logprobs(original: Any, batch: Any) -> Any:
+        return run.policy.logprobs(batch)[0]
+
+    at_step(trainer, run.policy, "reference_logprobs", reference_logprobs)
+
+
+def other_moment(run: SmallRun, trainer: Trainer) -> None:
+    def update(original: Any, *given: Any, **named: Any) -> Any:
+        state = run.policy.adam.state[run.policy.weights["head"]]
+        state["exp_avg"][0, 0] += 1e-3
+        return original(*given, **named)
+
+    at_step(trainer, run.policy, "update", update)
+
+
+# fault: (phase, object, beginning of the kind)
+FAULTS: dict[Plant, tuple[str, str, str]] = {
+    another_seed: ("sampling", "first", "sampling: another seed"),
+    another_verdict: ("rewards", "verdicts", "reward"),
+    swapped_rows: ("trainer", "old_logp", "trainer: the same values in other rows"),
+    stale_tensor: ("sampling", "first", "sampling: temperature, or other weights in the engine"),
+    flipped_bit: ("trainer", "weights", "trainer"),
+    other_order_of_sums: ("trainer", "update 1/gradient", "order of sums"),
+    learning_rate: ("trainer", "update 1/masters", "optimizer"),
+    rounded_head: ("trainer", "old_logp", "trainer"),
+    temperature: ("sampling", "first", "sampling: temperature, or other weights in the engine"),
+    dropped_group: ("selection", "groups", "data"),
+    other_reference: ("trainer", "ref_logp", "trainer"),
+    other_moment: ("trainer", "update 1/moments", "optimizer"),
+}
+
+
+@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
+def test_a_planted_fault_is_found_in_its_step_phase_and_object(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plant: Plant
+) -> None:
+    first, second = whole(tmp_path / "first", monkeypatch), whole(tmp_path / "second", monkeypatch, plant)
+    found = parting(lines_of(first), lines_of(second), Norms(norms_of(first.folder), norms_of(second.folder)))
+    assert isinstance(found, Parting)
+    phase, name, kind = FAULTS[plant]
+    assert (found.step, found.phase, found.object) == (AT, phase, name), found.words()
+    assert found.kind.startswith(kind), found.words()
+    assert parting(lines_of(first), lines_of(first)) is None
+
+
+# --- stored batches --------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_batches_are_kept_and_those_of_each_nth_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = whole(tmp_path, monkeypatch, max_steps=9, keep_batches=2, keep_batches_every=4)
+    assert [step for step in range(1, 10) if stored_batch(run.folder, step)] == [4, 8, 9]
+    assert [group.draw_index for group in read_batch(run.folder, 8)] == lines_of(run)[8]["draws"]
+    with pytest.raises(DataError, match=r"step 5 has no stored batch. Fix: keep more with trainer.grpo.keep_batches"):
+        read_batch(run.folder, 5)
+    batch_file(run.folder / "batches", 8).write_bytes(b"short")
+    with pytest.raises(DataError, match="step-000008.safetensors cannot be read"):
+        read_batch(run.folder, 8)
+
+
+def test_batches_can_be_kept_for_ever(tmp_path: Path) -> None:
+    batches = Batches(tmp_path, GRPOConfig(keep_batches=2, keep_batches_every=None), lambda step, what: None)
+    for step in (1, 2, 3):
+        batches.store(step, [])
+    assert batches.keep() == [2, 3]
+    for step in (4, 5, 6):
+        batches.store(step, [])
+    batches.wait()
+    assert [step for step in range(7) if stored_batch(tmp_path, step)] == [2, 3, 5, 6]
+
+
+def test_a_batch_that_cannot_be_written_alarms_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(groups: Any) -> bytes:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(batches_module, "encode", full)
+    run = whole(tmp_path, monkeypatch)
+    (told,) = run.alarms()
+    assert "step-000001.safetensors was not written: No space left on device" in told
+    assert len(run.lines()) == 6
+
+
+# --- replay ----------------------------------------------------------------------------------------------------------
+
+
+def replayed(run: SmallRun, monkeypatch: pytest.MonkeyPatch, checkpoint: int, last: int, **grpo: Any) -> dict[int, Any]:
+    """Return the ledger of a replay of the run's steps after a checkpoint, or from its start (0)."""
+    folder = run.folder.with_name(f"replay-{checkpoint}-{last}")
+    other = SmallRun(replace(run.cfg, trainer=replace(run.cfg.trainer, grpo=replace(run.cfg.trainer.grpo, **grpo))))
+    policy = other._policy(monkeypatch)
+    policy.store = lambda cfg: SmallStore(other.policy)
+    monkeypatch.setattr(replay_training.rank, "Policy", lambda cfg, run_dir: policy)
+    folder.mkdir()
+    path = run.folder / "checkpoints" / f"step-{checkpoint:06d}" if checkpoint else None
+    lines = lines_of(run)
+    resets = {4: {"step": 4, "reason": "at_steps", "reference_sha256": ""}} if checkpoint < 4 < last else {}
+    chain = lines[checkpoint]["chain"] if checkpoint else ""
+    replay_training.Plan(str(run.folder), path and str(path), checkpoint, last, chain, resets).write(folder)  # type: ignore[arg-type]
+    replay_training.replay(other.cfg, folder)
+    return read_ledger(folder)
+
+
+@pytest.mark.parametrize("checkpoint", [0, 2, 4])
+def test_steps_trained_again_have_the_same_digests_also_across_a_reset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: int
+) -> None:
+    run = whole(tmp_path / "run", monkeypatch)
+    again, lines = replayed(run, monkeypatch, checkpoint, 6), lines_of(run)
+    assert list(again) == list(range(checkpoint + 1, 7))
+    assert {step: line["chain"] for step, line in again.items()} == {s: lines[s]["chain"] for s in again}
+
+
+def test_another_setting_parts_where_it_has_an_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = whole(tmp_path / "run", monkeypatch)
+    found = parting(lines_of(run), replayed(run, monkeypatch, 2, 3, clip_high=0.001))
+    assert found is not None
+    assert (found.step, found.object.partition("/")[2]) == (3, "gradient")

@@ -9,7 +9,7 @@ from nemo_prorl.lifecycle.ledger import object_of, parts_of
 
 _SHOWN = 3  # parts named in a text
 _ROUNDING = 1e-3  # log-probabilities in nats and relative gradient norms that differ by less differ by rounding
-_MOST = 0.9  # share of a step's responses that counts as all of them
+_MOST = 0.9  # share of the responses of groups that counts as all of them
 
 Line = Mapping[str, Any]
 
@@ -90,8 +90,9 @@ def _kind(
     short = name.rpartition("/")[2]
     if short == "first":
         gaps = [abs(_float(mine[part]) - _float(other[part])) for part in different if part in other]
-        if len(different) < _MOST * len(mine):  # another token comes first in a few responses only
-            return "sampling: another seed"
+        touched = {_draw(part) for part in different}  # groups of an earlier step may be equal
+        if len(different) < _MOST * sum(_draw(part) in touched for part in mine):
+            return "sampling: another seed"  # another token comes first in a few responses of a group only
         large = max(gaps, default=0.0) > _ROUNDING
         return "sampling: temperature, or other weights in the engine" if large else "engine arithmetic"
     if short == "gradient":
@@ -107,6 +108,10 @@ def _kind(
     ):
         return "trainer: the same values in other rows"
     return kinds.get(short, "trainer")
+
+
+def _draw(part: str) -> str:
+    return part.rpartition(" ")[2]
 
 
 def _float(digits: str) -> float:

@@ -21,10 +21,11 @@ from tests.lifecycle.small_run import Killed, SmallRun, config, killed_at
 from tests.lifecycle.small_store import SmallStore
 
 AT = 3  # step of the planted faults
+Plant = Callable[[SmallRun, Trainer], None]
 
 
 def whole(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, prepare: Any = lambda run, trainer: None, **grpo: Any
+    folder: Path, monkeypatch: pytest.MonkeyPatch, prepare: Plant = lambda run, trainer: None, **grpo: Any
 ) -> SmallRun:
     run = SmallRun(config(folder, ResetsConfig(at_steps=[4]), **{"max_steps": 6, **grpo}))
     run.process(monkeypatch, lambda trainer: prepare(run, trainer))

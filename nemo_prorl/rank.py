@@ -129,7 +129,7 @@ def build(cfg: Config, run_dir: Path, policy: Policy, stopping: Stopping) -> Tra
     blend, collector = source.only(lambda source: source.blend), source.only(lambda source: source.collector)
     collector.run_on_leader(lambda collector: stopping.set_abandon(collector.abandon))
     batches = Batches(run_dir, cfg.trainer.grpo, records.alarm)
-    ledger = Ledger(run_dir / "ledger.jsonl", leader.rank == 0, actor.data_ranks)
+    ledger = Ledger(run_dir / "ledger.jsonl", leader.rank == 0, actor)
     rollouts = Rollouts(
         cfg,
         run_dir,

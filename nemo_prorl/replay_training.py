@@ -98,7 +98,7 @@ def build(cfg: Config, folder: Path, policy: Any, plan: Plan) -> Trainer:
     """Build the parts of a trainer that its `train_step` uses.  A collective."""
     actor, leader, nothing = policy.actor, policy.leader, None  # type: Any, Leader, Any
     records = Records(cfg, folder, leader.rank == 0)
-    ledger = Ledger(folder / "ledger.jsonl", leader.rank == 0, actor.data_ranks)
+    ledger = Ledger(folder / "ledger.jsonl", leader.rank == 0, actor)
     ledger.chain = plan.chain
     rollouts: Any = StoredRollouts(cfg, Path(plan.run_dir), actor, ledger, leader)
     allowed = kl_after_reset(cfg)  # type: ignore[arg-type]

@@ -227,14 +227,14 @@ class Trainer:
         """
         cfg, policy, metrics = self.cfg.trainer.grpo, self.policy, Metrics(step, self.cfg.stage)
         with metrics.phase("publish"):
-            self.ledger.begin(policy.weight_digests(), policy.reference_sha256())
+            self.ledger.begin()
             self.rollouts.publish(version=step - 1)
         with metrics.phase("rollout"):  # includes rewards and dynamic sampling, which overlap with generation
             groups = self.rollouts.collect(metrics)
         self.progress.step = step
         if not len(groups.draws):
             self._note_no_signal(metrics)
-            self.ledger.end(step)
+            self.ledger.end(metrics)
             return metrics
         self.progress.without_signal = 0
 
@@ -276,7 +276,7 @@ class Trainer:
                 self.update_or_skip(batch.rows(minibatch_rows), config, metrics)
         length_B = batch.length_B.double()
         tokens, squares = (policy.data_ranks.sum(float(value_B.sum())) for value_B in (length_B, length_B**2))
-        self.ledger.end(step)
+        self.ledger.end(metrics)
         metrics.add("time/updates", self.speed.metrics(tokens, squares, metrics["time/updates"]))
         return metrics
 
@@ -293,12 +293,11 @@ class Trainer:
             metrics.put("policy/max_skipped", progress.nonfinite)
             if progress.nonfinite >= most:
                 raise NonFiniteUpdate(f"{error}; {most} in a row (trainer.grpo.max_nonfinite_updates)") from error
-            self.records.alarm(metrics.step, f"an update was skipped ({progress.nonfinite} in a row): {error}")
+            batch = f"; its batch is batches/step-{metrics.step:06d}.safetensors" if config.keep_batches else ""
+            self.records.alarm(metrics.step, f"an update was skipped ({progress.nonfinite} in a row): {error}{batch}")
         else:
             progress.nonfinite = 0
-        self.ledger.update(
-            self.policy.update_digests(), lr=metrics["policy/lr"], entropy_coef=float(config.entropy_coef)
-        )
+        self.ledger.update(lr=metrics["policy/lr"], entropy_coef=float(config.entropy_coef))
 
     def measures_logprobs(self, step: int) -> bool:
         """Return whether the trainer computes the log-probabilities of its policy in this step.

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from nemo_prorl import cli
 from nemo_prorl.report.status import run_state, status
 from tests.test_formats import against
 from tests.whole_runs import (
@@ -170,6 +171,23 @@ def assert_equal_to_the_bit(undisturbed: Path, disturbed: Path) -> None:
     assert resets == [("reset_intent", 2), ("reset_commit", 2)]
 
 
+def test_a_run_can_be_asked_why(undisturbed: Path, disturbed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Equal runs have equal ledgers; stored steps train again without engines, also across the reset after step 2."""
+    assert cli.main(["bisect", str(undisturbed), str(disturbed)]) == 0
+    assert replay(undisturbed, 1, STEPS) == 0
+    told = capsys.readouterr().out
+    assert told.startswith(f"equal in steps 1 to {STEPS}\n")
+    assert told.count(" equal ") == STEPS
+    logs = {log.stem for log in (undisturbed / "replays" / f"1-{STEPS}" / "logs").glob("*.log")}
+    assert logs == {"all", "trainer-0"}
+    assert replay(undisturbed, 3, 3, "--with", "model.optim.lr=1e-3") == 0
+    assert "update 1/settings: lr (configuration)" in capsys.readouterr().out
+
+
+def replay(run: Path, first: int, last: int, *options: str) -> int:
+    return cli.main(["replay-training", str(run), "--from", str(first), "--to", str(last), *options])
+
+
 @pytest.mark.slow
 def test_in_16_bits_killed_and_resumed_is_equal_to_the_bit(root: Path, tmp_path: Path) -> None:
     """The job of `cluster=laptop_bf16`: killed before the first checkpoint, in a hard reset and twice after it.
@@ -186,6 +204,7 @@ def test_in_16_bits_killed_and_resumed_is_equal_to_the_bit(root: Path, tmp_path:
     assert all(1e-4 < m["engine_gap/mean_abs"] < 0.02 for m in metrics)  # both round, each in its own order
     weights = load_file(undisturbed / "base" / "model.safetensors")  # killed before a checkpoint it begins from these
     assert {value.dtype for value in weights.values()} == {torch.bfloat16}
+    assert replay(undisturbed, 1, STEPS) == 0
 
 
 @pytest.mark.slow
@@ -273,6 +292,7 @@ def test_an_automatic_reset_on_two_ranks_survives_a_kill(root: Path, undisturbed
     kl = {m["step"]: m["kl"] for m in metrics_of(run)}
     assert sorted(kl) == list(range(1, 9))
     assert [step for step in kl if kl[step] == 0.0] == [1, *(e["step"] + 1 for e in commits if e["step"] < 8)]
+    assert replay(run, 1, 8) == 0
 
 
 @pytest.mark.slow

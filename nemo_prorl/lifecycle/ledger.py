@@ -15,10 +15,12 @@ Fields of a line of RUN/ledger.jsonl:
 Suffixes: G groups, B responses of all groups.
 """
 
+import functools
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +32,7 @@ from torch import Tensor
 from nemo_prorl.algorithms.digests import row_digests, text_digest
 from nemo_prorl.batch import JudgedGroups
 from nemo_prorl.files import json_lines
+from nemo_prorl.metrics import Metrics
 
 _DIGITS = 8  # hexadecimal digits of the digest of a response or a group
 
@@ -68,29 +71,38 @@ def object_of(name: str) -> Object:
     return OBJECTS[name.rpartition("/")[2]]
 
 
+def _timed(method: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(method)
+    def timed(self: "Ledger", *given: Any, **named: Any) -> None:
+        began = time.monotonic()
+        method(self, *given, **named)
+        self._seconds += time.monotonic() - began
+
+    return timed
+
+
 @dataclass(eq=False, repr=False)
 class Ledger:
     """The ledger of a run.  Each rank has this object; rank 0 writes."""
 
     path: Path
     writes: bool  # True on rank 0 only
-    data_ranks: Any  # policy.data_ranks.DataRanks
+    policy: Any  # a policy.actor.Actor
     _objects: dict[str, Any] = field(default_factory=dict)
     _rows: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)  # (numbers, digests) of own responses
     _head: dict[str, Any] = field(default_factory=dict)
     _updates: int = 0
+    _seconds: float = 0.0  # of this step
     chain: str = ""  # of the last line
 
-    def begin(self, weights: Mapping[str, int], reference_sha256: str) -> None:
-        """Begin a step.
+    @_timed
+    def begin(self) -> None:
+        """Begin a step with the digests of policy and reference.  A collective."""
+        self._objects, self._rows, self._updates, self._head, self._seconds = {}, {}, 0, {}, 0.0
+        self._objects["weights"] = _by_layer(self.policy.weight_digests())
+        self._objects["reference"] = {"sha256": self.policy.reference_sha256()[:16]}
 
-        Args:
-            weights: digest of the policy's weights by layer.
-        """
-        self._objects, self._rows, self._updates, self._head = {}, {}, 0, {}
-        self._objects["weights"] = _by_layer(weights)
-        self._objects["reference"] = {"sha256": reference_sha256[:16]}
-
+    @_timed
     def groups(self, groups: Sequence[Any], judged: JudgedGroups, outcomes: Sequence[Sequence[str]]) -> None:
         """Add the groups of the step, on rank 0: prompts, responses and verdicts.
 
@@ -115,6 +127,7 @@ class Ledger:
             "verdicts": _hex(text_digest(_without_text(v)) for g in groups for v in g.verdicts),
         }
 
+    @_timed
     def responses(self, numbers_B: Tensor, **values: Tensor) -> None:
         """Add values of this data rank's responses, by name of the object.
 
@@ -126,16 +139,23 @@ class Ledger:
             digests = row_digests(value if value.ndim == 2 else value[:, None])
             self._rows[name] = numbers_B.tolist(), digests.tolist()
 
-    def update(self, digests: Mapping[str, Mapping[str, int]], **settings: float) -> None:
-        """Add an update: its settings, and the digests of `gradient`, `moments` and `masters` by layer."""
+    @_timed
+    def update(self, **settings: float) -> None:
+        """Add the update that was just made: its settings, and the digests of what it changed.  A collective."""
         self._updates += 1
+        digests = self.policy.update_digests()
         found = {"settings": {name: repr(value) for name, value in settings.items()}}
         found |= {name: _by_layer(digests[name]) for name in ("gradient", "moments", "masters")}
         self._objects |= {f"update {self._updates}/{name}": value for name, value in found.items()}
 
-    def end(self, step: int) -> None:
-        """Write the line of the step.  A collective."""
-        every = self.data_ranks.gather(self._rows)
+    def end(self, metrics: Metrics) -> None:
+        """Write the line of the step, and put the seconds that the ledger took into its metrics.  A collective."""
+        self._write(metrics.step)
+        metrics.put("time/ledger/seconds", self._seconds)
+
+    @_timed
+    def _write(self, step: int) -> None:
+        every = self.policy.data_ranks.gather(self._rows)
         if not self.writes:
             return
         objects = self._objects

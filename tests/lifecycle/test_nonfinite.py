@@ -26,6 +26,9 @@ def test_an_update_that_is_not_finite_is_skipped_and_told(tmp_path: Path, monkey
     lines = run.lines()
     assert len(lines) == 9
     assert [line["step"] for line in lines if "policy/max_skipped" in line] == [3, 7]
+    (told, *_) = [alarm for alarm in run.alarms() if "an update was skipped" in alarm]
+    assert told.endswith("; its batch is batches/step-000003.safetensors")
+    assert (run.folder / "batches" / "step-000003.safetensors").is_file()
     assert [line["policy/max_skipped"] for line in lines if "policy/max_skipped" in line] == [2, 2]
     assert [line["step"] for line in lines if "policy/loss" not in line] == [3, 7]
 

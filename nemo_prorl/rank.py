@@ -215,7 +215,9 @@ def rollout_source(cfg: Config, run_dir: Path, data: LoadedData, policy: Policy)
     canaries = CanarySchedule(registry, tasks, responses_per_step(cfg), cfg.seed)
     second = SecondVerifiers(registry, tasks, cfg.rewards.plugins, cfg.seed)
     collector = connect(cfg, run_dir, blend, renderer, canaries=canaries, second=second)
-    return RolloutSource(blend, HeldOut([name for name, _ in heldout], draws, collector), collector)
+    return RolloutSource(
+        blend, HeldOut([name for name, _ in heldout], draws, collector, run_dir / "validations"), collector
+    )
 
 
 def connect(

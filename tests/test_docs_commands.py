@@ -67,6 +67,7 @@ ELSEWHERE = {  # why not here
     "paper.md": "tests/paper/test_miniature.py walks the page's commands in their order",
     "hf": "tests/data/test_prepare_hub.py holds the message that has this command",
     "own_benchmark.md": "tests/evaluation/test_own_benchmark.py walks the page's commands in their order",
+    "fork.md": "tests/launcher/test_fork.py::test_equal_arms_are_equal_to_the_bit forks a whole run",
     "ask_a_run.md": "tests/test_main_job.py::test_a_run_can_be_asked_why runs the page's commands on a whole run",
     "own_loss.md": "tests/lifecycle/test_own_functions.py runs the page's commands",
     "plugins.md": "tests/rewards/test_scaffold.py runs the page's commands in their order",

@@ -5,9 +5,11 @@ Each validation samples the same prompts with the same seeds; scores differ only
 
 import logging
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypedDict
 
 from nemo_prorl.config import Config, GRPOConfig
+from nemo_prorl.files import write_json
 from nemo_prorl.leader import LeaderOnly
 from nemo_prorl.lifecycle.journal_events import HeldOutScores
 from nemo_prorl.lifecycle.records import Records
@@ -29,16 +31,25 @@ class ValidationState(TypedDict):
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The held-out prompts (`draws`), the source of each (`names`), and their collector."""
+    """The held-out prompts (`draws`), the source of each (`names`), their collector, and the folder of the results."""
 
     names: list[str]
     draws: list[PromptDraw]
     collector: Collector
+    folder: Path
 
     def judge(self, grpo: GRPOConfig, step: int) -> HeldOutScores:
-        """Sample and score responses with the weights after `step`.  Raises RewardFailure if one cannot be judged."""
+        """Sample and score responses with the weights after `step`; write the score of each prompt to `folder`.
+
+        Raises RewardFailure if a response cannot be judged.
+        """
         sampling = (grpo.validation_samples, grpo.validation_temperature, grpo.validation_top_p)
-        return heldout_scores(self.names, self.collector.sample(self.draws, *sampling, step))
+        groups = self.collector.sample(self.draws, *sampling, step)
+        scores = heldout_scores(self.names, groups)
+        self.folder.mkdir(exist_ok=True)
+        by_prompt = {f"{name}/{g.prompt_id}": g.mean_reward for name, g in zip(self.names, groups, strict=True)}
+        write_json(self.folder / f"step-{step:06d}.json", by_prompt, indent=None)
+        return scores
 
 
 @dataclass(eq=False, repr=False)

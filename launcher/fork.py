@@ -1,0 +1,175 @@
+"""`prorl fork`: continues one checkpoint in several ways with the same prompts and seeds, and compares them in pairs.
+
+Each arm is a run of its own (OUT/ARM) that begins from the checkpoint (`chain.start_from`), so nothing is copied, and
+an interrupted arm continues like any run.  All arms draw the same prompts, with the same seeds for their responses, and
+validate the same prompts with the same seeds: what differs follows from the arm.
+"""
+
+import argparse
+import logging
+import math
+import re
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from nemo_prorl.errors import ConfigError
+from nemo_prorl.files import read_object, read_objects
+from nemo_prorl.lifecycle.retention import step_of
+from nemo_prorl.lifecycle.stages import chosen_checkpoint
+from nemo_prorl.planning.columns import columns
+
+_log = logging.getLogger(__name__)
+
+# No reset but the arm's own: an arm shows the effect of one decision.
+_ALL_ARMS = (
+    "chain.after=null",
+    "trainer.resets.at_steps=[]",
+    "trainer.resets.every=null",
+    "trainer.resets.mode=manual",
+)
+_T95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # Student's t, two sides, by runs
+_NORMAL95 = 1.96
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way to continue: `text` as the user wrote it, the name of its folder, and its overrides."""
+
+    text: str
+    name: str
+    overrides: tuple[str, ...]
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `fork` to the main command line."""
+    text = "continue a checkpoint in several ways with the same prompts and seeds, and compare their held-out scores"
+    parser = commands.add_parser("fork", help=text, description=text)
+    parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="run directories, such as one for each seed")
+    step_help = "checkpoint to begin from: newest, best or a step number (default: newest)"
+    parser.add_argument("--checkpoint", metavar="WHICH", dest="which", default="newest", help=step_help)
+    parser.add_argument(
+        "--arms",
+        metavar="ARM",
+        nargs="+",
+        default=["none", "reset"],
+        help="ways to continue, compared with the first: none (no change); reset (a hard reset first); broaden (a hard"
+        " reset, then twice the responses to half the prompts); or overrides in quotes (default: none reset)",
+    )
+    parser.add_argument("--steps", metavar="N", type=int, required=True, help="steps of each arm")
+    parser.add_argument("--out", metavar="OUT", type=Path, help="folder of the arms (default: forks/STEP in each RUN)")
+    parser.add_argument("--dry-run", action="store_true", help="print the command of each arm, start nothing")
+    parser.set_defaults(run_command=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the arms one after the other, then print the comparison; return 0, or the exit code of an unfinished arm.
+
+    Raises ConfigError: a checkpoint or a key does not exist.
+    """
+    from nemo_prorl import settings
+    from nemo_prorl.launcher import job
+
+    if args.steps < 1:
+        raise ConfigError(f"--steps={args.steps}: expected at least 1")
+    if args.out is not None and len(args.runs) > 1:
+        raise ConfigError(f"--out {args.out}: expected one RUN; without --out each RUN gets its own folder")
+    todo: list[tuple[Path, Arm, DictConfig]] = []
+    for run_dir in (run_dir.absolute() for run_dir in args.runs):
+        if not (run_dir / "config.yaml").is_file():
+            raise ConfigError(f"{run_dir} is not a run directory: it has no config.yaml")
+        checkpoint = chosen_checkpoint(run_dir, args.which)
+        folder = args.out.absolute() if args.out else run_dir / "forks" / str(step_of(checkpoint))
+        parent = settings.read_config(run_dir / "config.yaml")
+        for arm in (arm_of(text, parent) for text in args.arms):
+            words = [f"run_dir={folder / arm.name}", f"chain.start_from={checkpoint}", *_ALL_ARMS]
+            words += [f"trainer.grpo.max_steps={args.steps}", *arm.overrides]
+            if args.dry_run:
+                sys.stdout.write(f"prorl train --config {run_dir / 'config.yaml'} {' '.join(words)}\n")
+            todo.append((folder, arm, settings.load_run(words, run_dir / "config.yaml")))
+    if args.dry_run:
+        return 0
+    for number, (folder, arm, cfg) in enumerate(todo, 1):
+        _log.info("arm %d of %d: %s in %s", number, len(todo), arm.text, folder / arm.name)
+        if code := job.run(cfg, settings.resolved_yaml(cfg)):
+            return code
+    arms = [arm for _, arm, _ in todo[: len(args.arms)]]
+    sys.stdout.write(report(list(dict.fromkeys(folder for folder, _, _ in todo)), arms, args.steps))
+    return 0
+
+
+def arm_of(text: str, parent: DictConfig) -> Arm:
+    """Return the arm that a text names, for a run with the configuration `parent`."""
+    grpo = parent.trainer.grpo
+    wide = (
+        f"trainer.grpo.samples_per_prompt={2 * grpo.samples_per_prompt}",
+        f"trainer.grpo.prompts_per_step={max(1, grpo.prompts_per_step // 2)}",
+    )
+    named = {"none": ("chain.hard_reset=false",), "reset": ("chain.hard_reset=true",)}
+    named["broaden"] = ("chain.hard_reset=true", *wide)
+    if text in named:
+        return Arm(text, text, named[text])
+    if "=" not in text:
+        raise ConfigError(f"--arms {text}: expected none, reset, broaden, or overrides KEY=VALUE in quotes")
+    own = tuple(text.split())
+    return Arm(text, re.sub(r"[^A-Za-z0-9._-]+", "_", text), ("chain.hard_reset=false", *own))
+
+
+def report(folders: Sequence[Path], arms: Sequence[Arm], steps: int) -> str:
+    """Return the table of the arms: held-out scores of the second half, and the differences from the first arm."""
+    rows = [("arm", "held-out", "difference", "95 %", "cost")]
+    base = [scores_of(folder / arms[0].name, steps) for folder in folders]
+    for arm in arms:
+        own = [scores_of(folder / arm.name, steps) for folder in folders]
+        level = statistics.fmean(statistics.fmean(scores.values()) for scores in own)
+        found = compared(base, own)
+        difference = (
+            ("", "")
+            if arm is arms[0]
+            else (f"{found[0]:+.4f}", f"{found[0] - found[1]:+.4f} to {found[0] + found[1]:+.4f}")
+        )
+        tokens = sum(tokens_of(folder / arm.name) for folder in folders)
+        rows.append((arm.text, f"{level:.4f}", *difference, f"{tokens / 1e6:.3g} M tokens"))
+    over = "prompts; another seed may differ more" if len(folders) == 1 else f"{len(folders)} runs, by Student's t"
+    return columns(rows) + f"held-out: mean of the validations after step {steps // 2}; the interval is over {over}\n"
+
+
+def scores_of(run_dir: Path, steps: int) -> dict[str, float]:
+    """Return the mean score of each held-out prompt in the validations of the second half of an arm."""
+    found: dict[str, list[float]] = {}
+    for file in sorted((run_dir / "validations").glob("step-*.json")):
+        if steps // 2 < step_of(file) <= steps:
+            for prompt, score in (read_object(file) or {}).items():
+                found.setdefault(prompt, []).append(score)
+    if not found:
+        raise ConfigError(
+            f"{run_dir}: no validation after step {steps // 2}. Fix: data.validation, or more steps (--steps)"
+        )
+    return {prompt: statistics.fmean(scores) for prompt, scores in found.items()}
+
+
+def compared(base: Sequence[Mapping[str, float]], other: Sequence[Mapping[str, float]]) -> tuple[float, float]:
+    """Return the mean difference of scores in pairs, and half the width of its 95 % interval.
+
+    With one run, the pairs are prompts; with several, each run gives one difference.
+    """
+    by_run = [
+        [other_run[prompt] - base_run[prompt] for prompt in base_run]
+        for base_run, other_run in zip(base, other, strict=True)
+    ]
+    if len(by_run) == 1:
+        values, factor = by_run[0], _NORMAL95
+    else:
+        values, factor = [statistics.fmean(run) for run in by_run], _T95.get(len(by_run), _NORMAL95)
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    return statistics.fmean(values), factor * error
+
+
+def tokens_of(run_dir: Path) -> float:
+    """Return the number of tokens that an arm generated for training."""
+    lines = read_objects(run_dir / "metrics.jsonl")
+    return sum(float(line.get("rollout/generated_tokens") or 0.0) for line in lines)

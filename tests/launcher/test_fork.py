@@ -1,0 +1,112 @@
+"""`prorl fork`: its arms, their comparison in pairs, and a real fork whose equal arms are equal to the bit."""
+
+import json
+import math
+import random
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_prorl import cli, settings
+from nemo_prorl.errors import ConfigError
+from nemo_prorl.files import write_json
+from nemo_prorl.launcher import fork
+from nemo_prorl.launcher.fork import arm_of, compared, report
+from nemo_prorl.lifecycle.ledger import read_ledger
+from nemo_prorl.lifecycle.ledger_diff import parting
+
+
+def test_the_arms_that_have_names_and_those_of_overrides() -> None:
+    parent = settings.load(["trainer.grpo.prompts_per_step=6", "trainer.grpo.samples_per_prompt=8"])
+    assert arm_of("none", parent).overrides == ("chain.hard_reset=false",)
+    assert arm_of("reset", parent).overrides == ("chain.hard_reset=true",)
+    assert arm_of("broaden", parent).overrides[1:] == (
+        "trainer.grpo.samples_per_prompt=16",
+        "trainer.grpo.prompts_per_step=3",
+    )
+    own = arm_of("model.optim.lr=1e-4 trainer.grpo.clip_high=0.3", parent)
+    assert own.overrides[1:] == ("model.optim.lr=1e-4", "trainer.grpo.clip_high=0.3")
+    assert own.name == "model.optim.lr_1e-4_trainer.grpo.clip_high_0.3"
+    with pytest.raises(ConfigError, match=r"--arms rest: expected none, reset, broaden, or overrides KEY=VALUE in"):
+        arm_of("rest", parent)
+
+
+def test_pairs_are_prompts_of_one_run_or_several_runs() -> None:
+    base = {"a": 0.1, "b": 0.9, "c": 0.5}
+    other = {"a": 0.2, "b": 1.0, "c": 0.8}
+    mean, half = compared([base], [other])
+    assert mean == pytest.approx(0.5 / 3)
+    assert half == pytest.approx(1.96 * statistics.stdev([0.1, 0.1, 0.3]) / math.sqrt(3))
+    mean, half = compared([base, base], [other, base])
+    assert mean == pytest.approx(0.25 / 3)
+    assert half == pytest.approx(12.706 * statistics.stdev([0.5 / 3, 0.0]) / math.sqrt(2))
+
+
+def test_pairs_of_prompts_have_a_smaller_error_than_two_unpaired_runs() -> None:
+    """Prompts are easy or hard in both arms; only the rest of the noise stays in a difference."""
+    chance = random.Random(1)
+    ease = [chance.random() for _ in range(400)]
+    arms = [{str(k): e + chance.gauss(0.0, 0.05) for k, e in enumerate(ease)} for _ in range(2)]
+    _, half = compared(arms[:1], arms[1:])
+    unpaired = 1.96 * math.sqrt(sum(statistics.variance(arm.values()) / len(arm) for arm in arms))
+    assert half < unpaired / 3
+
+
+def validated(folder: Path, scores: dict[int, dict[str, float]], tokens: float) -> None:
+    (folder / "validations").mkdir(parents=True)
+    for step, by_prompt in scores.items():
+        write_json(folder / "validations" / f"step-{step:06d}.json", by_prompt)
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "rollout/generated_tokens": tokens}) + "\n")
+
+
+def test_the_table_is_of_the_second_half(tmp_path: Path) -> None:
+    early, late = {"a": 0.0, "b": 0.0}, {"a": 0.25, "b": 0.75}
+    validated(tmp_path / "none", {5: early, 10: late}, 2e6)
+    validated(tmp_path / "reset", {5: early, 10: {"a": 0.5, "b": 1.0}}, 3e6)
+    parent = settings.load([])
+    arms = [arm_of(text, parent) for text in ("none", "reset")]
+    lines = report([tmp_path], arms, 10).splitlines()
+    assert lines[1].split() == ["none", "0.5000", "2", "M", "tokens"]
+    assert lines[2].split()[:6] == ["reset", "0.7500", "+0.2500", "+0.2500", "to", "+0.2500"]
+    assert lines[3].startswith("held-out: mean of the validations after step 5; the interval is over prompts")
+    with pytest.raises(ConfigError, match=r"none: no validation after step 10. Fix: data.validation, or more steps"):
+        report([tmp_path], arms, 20)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["gone", "--steps", "3"], "gone is not a run directory"),
+        (["gone", "--steps", "0"], "--steps=0: expected at least 1"),
+        (["a", "b", "--steps", "3", "--out", "c"], "--out c: expected one RUN"),
+    ],
+)
+def test_wrong_use_is_refused(words: list[str], told: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert cli.main(["fork", *words]) == 2
+    assert told in caplog.text
+
+
+@pytest.mark.nemo
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_equal_arms_are_equal_to_the_bit(
+    undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The third arm says what is so already.  The reset arm begins with a KL of 0; the others do not."""
+    same = "trainer.grpo.clip_high=0.4"
+    words = ["fork", str(undisturbed), "--checkpoint", "2", "--arms", "none", "reset", same, "--steps", "3"]
+    assert cli.main([*words, "--dry-run", "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count("prorl train --config") == 3
+    assert cli.main([*words, "--out", str(tmp_path)]) == 0
+    none, reset, again = (read_ledger(tmp_path / fork.arm_of(arm, parent(undisturbed)).name) for arm in words[5:8])
+    assert parting(none, again) is None
+    found: Any = parting(none, reset)
+    assert (found.step, found.phase) == (1, "trainer")
+    assert "+0.0000" in capsys.readouterr().out.splitlines()[-2]
+
+
+def parent(run: Path) -> Any:
+    return settings.read_config(run / "config.yaml")

@@ -35,13 +35,19 @@ def digest(value: Tensor, first: int = 0) -> int:
 
 def row_digests(value_BT: Tensor) -> Tensor:
     """Return the digest of each row, modulo 2**32: int64 [B].  Zeros at the end of a row do not count."""
-    found = torch.zeros(len(value_BT), dtype=torch.int64)
-    for start in range(0, value_BT.shape[1], _BLOCK):
-        bits_BT = _bits(value_BT[:, start : start + _BLOCK])
-        factors = _factors(str(bits_BT.device))[: bits_BT.shape[1]]
-        for row, bits in enumerate(bits_BT):  # row by row: eight bytes for each value would be much memory
-            found[row] += int((bits.long() * factors).sum() * (_mixed(start // _BLOCK) | 1))
-    return (found ^ found >> 32) & 0xFFFFFFFF
+    width = value_BT.shape[1]
+    parts = torch.split(_bits(value_BT), max(1, _BLOCK // max(1, width)))  # eight bytes for each value are much memory
+    return torch.cat([_folded((part.long() * _positions(width, part.device)).sum(1)) for part in parts])
+
+
+def ragged_digests(value_N: Tensor, length_B: Tensor) -> Tensor:
+    """Return the digest of each row, as `row_digests`, of rows without padding that follow each other."""
+    bits_N, total_B = _bits(value_N).long(), torch.zeros(len(length_B), dtype=torch.int64)
+    first_B = length_B.cumsum(0) - length_B
+    row_N = torch.repeat_interleave(torch.arange(len(length_B)), length_B)
+    position_N = torch.arange(len(bits_N)) - first_B[row_N]
+    factor_P = _positions(int(length_B.max()) if len(length_B) else 0, bits_N.device)
+    return _folded(total_B.index_add_(0, row_N, bits_N * factor_P[position_N]))
 
 
 def text_digest(text: str) -> int:
@@ -53,6 +59,16 @@ def named(name: str, value: int) -> int:
     """Return a digest that also depends on a name, so that digests of several tensors can be summed."""
     factor = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") | 1
     return value * factor % _MODULO
+
+
+def _folded(total_B: Tensor) -> Tensor:
+    return (total_B ^ total_B >> 32) & 0xFFFFFFFF
+
+
+def _positions(width: int, device: torch.device) -> Tensor:
+    """Return a factor for each position of a row: int64 [width]."""
+    blocks = [_factors(str(device)) * (_mixed(block) | 1) for block in range(1, -(-width // _BLOCK))]
+    return torch.cat([_factors(str(device)), *blocks])[:width]
 
 
 def _bits(value: Tensor) -> Tensor:

@@ -25,11 +25,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_prorl.algorithms.digests import row_digests, text_digest
+from nemo_prorl.algorithms.digests import ragged_digests, row_digests, text_digest
 from nemo_prorl.batch import JudgedGroups
 from nemo_prorl.files import json_lines
 from nemo_prorl.metrics import Metrics
@@ -58,11 +57,12 @@ OBJECTS = {
     "ref_logp": Object("trainer", "responses", "the reference policy's log-probabilities"),
     "advantage": Object("trainer", "responses", "advantage"),
     "weight": Object("trainer", "responses", "weights of the tokens in the loss"),
-    # of each update, in this order; the names begin with `update N/`
+    # of each update; the names begin with `update N/`
     "settings": Object("trainer", "values", "learning rate and coefficient of entropy"),
     "gradient": Object("trainer", "layers", "clipped gradient"),
-    "moments": Object("trainer", "layers", "Adam's moments after the update"),
-    "masters": Object("trainer", "layers", "weights after the update"),
+    # after the last update
+    "moments": Object("trainer", "layers", "Adam's moments after the updates"),
+    "masters": Object("trainer", "layers", "weights after the updates"),
 }
 
 
@@ -99,7 +99,7 @@ class Ledger:
     def begin(self) -> None:
         """Begin a step with the digests of policy and reference.  A collective."""
         self._objects, self._rows, self._updates, self._head, self._seconds = {}, {}, 0, {}, 0.0
-        self._objects["weights"] = _by_layer(self.policy.weight_digests())
+        self._objects["weights"] = _by_layer(self.policy.digests("weights")["weights"])
         self._objects["reference"] = {"sha256": self.policy.reference_sha256()[:16]}
 
     @_timed
@@ -113,17 +113,18 @@ class Ledger:
         """
         rows = judged.rows
         token_N, logp_M = torch.from_numpy(rows.token_N), torch.from_numpy(rows.logp_M)
-        tokens = torch.split(token_N, rows.length_B.tolist())
-        responses = [ids[prompt:] for ids, prompt in zip(tokens, rows.prompt_B.tolist(), strict=True)]
-        logps = torch.split(logp_M, rows.response_B.tolist())
-        first_B = np.array([logp[:1].sum().item() for logp in logps], np.float32).view(np.uint32)
+        length_B, prompt_B, response_B = (torch.from_numpy(n) for n in (rows.length_B, rows.prompt_B, rows.response_B))
+        position_N = torch.arange(len(token_N)) - torch.repeat_interleave(length_B.cumsum(0) - length_B, length_B)
+        response_M = token_N[position_N >= torch.repeat_interleave(prompt_B, length_B)]
+        first_B = logp_M[(response_B.cumsum(0) - response_B)[response_B > 0]]  # an empty response has none
+        first_B = torch.zeros(len(response_B)).masked_scatter(response_B > 0, first_B).view(torch.int32)
         self._head = {"draws": list(judged.draws), "samples": judged.valid_GN.shape[1], "outcomes": outcomes}
         self._objects |= {
             "prompts": _hex(text_digest(json.dumps([g.prompt_id, g.visit, list(g.prompt_ids)])) for g in groups),
             "versions": _hex(g.version for g in groups),
-            "first": _hex(first_B.tolist()),
-            "tokens": _hex(_one_row(ids) for ids in responses),
-            "engine_logp": _hex(_one_row(logp) for logp in logps),
+            "first": _hex((first_B.long() & 0xFFFFFFFF).tolist()),
+            "tokens": _hex(ragged_digests(response_M, response_B).tolist()),
+            "engine_logp": _hex(ragged_digests(logp_M, response_B).tolist()),
             "verdicts": _hex(text_digest(_without_text(v)) for g in groups for v in g.verdicts),
         }
 
@@ -141,12 +142,11 @@ class Ledger:
 
     @_timed
     def update(self, **settings: float) -> None:
-        """Add the update that was just made: its settings, and the digests of what it changed.  A collective."""
+        """Add the update that was just made: its settings and its gradient.  A collective."""
         self._updates += 1
-        digests = self.policy.update_digests()
-        found = {"settings": {name: repr(value) for name, value in settings.items()}}
-        found |= {name: _by_layer(digests[name]) for name in ("gradient", "moments", "masters")}
-        self._objects |= {f"update {self._updates}/{name}": value for name, value in found.items()}
+        update = f"update {self._updates}"
+        self._objects[f"{update}/settings"] = {name: repr(value) for name, value in settings.items()}
+        self._objects[f"{update}/gradient"] = _by_layer(self.policy.digests("gradient")["gradient"])
 
     def end(self, metrics: Metrics) -> None:
         """Write the line of the step, and put the seconds that the ledger took into its metrics.  A collective."""
@@ -155,6 +155,9 @@ class Ledger:
 
     @_timed
     def _write(self, step: int) -> None:
+        if self._updates:
+            after = self.policy.digests("moments", "masters")
+            self._objects |= {name: _by_layer(layers) for name, layers in after.items()}
         every = self.policy.data_ranks.gather(self._rows)
         if not self.writes:
             return
@@ -203,7 +206,8 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
 
 def _place(name: str, order: Sequence[str]) -> tuple[int, int]:
     update, _, short = name.rpartition("/")
-    return int(update.removeprefix("update ") or 0), order.index(short)
+    last = 1 << 30 if short in ("moments", "masters") else 0
+    return int(update.removeprefix("update ") or last), order.index(short)
 
 
 def _by_layer(digests: Mapping[str, int]) -> dict[str, str]:
@@ -217,10 +221,6 @@ def _hex(digests: Any) -> str:
 def parts_of(value: str) -> list[str]:
     """Return the digests of an object that has one for each group or response."""
     return [value[start : start + _DIGITS] for start in range(0, len(value), _DIGITS)]
-
-
-def _one_row(values: Tensor) -> int:
-    return int(row_digests(values[None]))
 
 
 def _without_text(verdict: Mapping[str, Any]) -> str:

@@ -392,53 +392,44 @@ class Actor:
 
     # --- digests for the ledger ------------------------------------------------------------------------------------
 
-    def weight_digests(self) -> dict[str, int]:
-        """Return the digest of the weights in use by layer, over all ranks.  A collective."""
-        parts = [("weights", name, p, 0) for name, p in self.module.named_parameters()]
-        return self._digests(parts if self.data_ranks.rank == 0 else [])["weights"]
-
-    def update_digests(self) -> dict[str, dict[str, int]]:
-        """Return the digests of the last update by layer, over all ranks.  A collective.
-
-        Returns:
-            {layer: digest} of each of `gradient` (the clipped gradient), `moments` (Adam's) and `masters` (the float32
-            weights after the update).
-        """
-        names = {id(p): name for name, p in self.module.named_parameters()}
-        parts: list[tuple[str, str, Tensor | None, int]] = []
-        for leaf in self._leaf_optimizers():
-            for shards in leaf.gbuf_ranges:
-                for p, ranges in (
-                    (p, ranges) for buckets in shards.values() for b in buckets for p, ranges in b["param_map"].items()
-                ):
-                    group, index = leaf.model_param_group_index_map[p]
-                    master = leaf.optimizer.param_groups[group]["params"][index]
-                    state, name, first = leaf.optimizer.state[master], names[id(p)], ranges["param"].start
-                    parts += [("gradient", name, master.grad, first), ("masters", name, master, first)]
-                    parts += [("moments", f"{name} {moment}", state[moment], first) for moment in _MOMENTS]
-        return self._digests(parts)
-
-    def _digests(self, parts: Sequence[tuple[str, str, Tensor | None, int]]) -> dict[str, dict[str, int]]:
-        """Sum digests over parameters and ranks.
+    def digests(self, *objects: str) -> dict[str, dict[str, int]]:
+        """Return digests (`algorithms.digests`) of objects of the last update by layer, over all ranks.  A collective.
 
         Args:
-            parts: (object, name of the parameter, this rank's values, position of the first) for each tensor; None:
-                the rank has no values.
+            objects: `weights`, those in use; `gradient`, clipped; `moments`, Adam's; `masters`, the float32 weights.
+
+        Returns:
+            {layer: digest} of each object.
         """
         rank, offset = parallel_state.get_tensor_model_parallel_rank(), get_transformer_layer_offset(self.module.config)
         own: dict[tuple[str, str], int] = {}
-        for what, name, value, first in parts:
-            if value is not None:
+        for what, name, value, first in self._parts_of_state():
+            if what in objects and value is not None:
                 key = what, _layer_of(name, offset)
                 own[key] = own.get(key, 0) + named(f"{name} {rank}", digest(value, first))
         every: list[Any] = [own] * (dist.get_world_size() if dist.is_initialized() else 1)
         if len(every) > 1:
             dist.all_gather_object(every, own)
-        found: dict[str, dict[str, int]] = {what: {} for what, *_ in parts}
-        for (what, layer), value in (item for one in every for item in one.items()):
-            layers = found.setdefault(what, {})
-            layers[layer] = (layers.get(layer, 0) + value) % (1 << 64)
+        found: dict[str, dict[str, int]] = {what: {} for what in objects}
+        for (what, layer), value in (item for part in every for item in part.items()):
+            found[what][layer] = (found[what].get(layer, 0) + value) % (1 << 64)
         return found
+
+    def _parts_of_state(self) -> Iterator[tuple[str, str, Tensor | None, int]]:
+        """Yield (object, name, this rank's values, position of the first value in the parameter)."""
+        names = {id(p): name for name, p in self.module.named_parameters()}
+        if self.data_ranks.rank == 0:  # all data ranks have the same weights
+            yield from (("weights", name, p, 0) for name, p in self.module.named_parameters())
+        for leaf in self._leaf_optimizers():
+            buckets = (bucket for shards in leaf.gbuf_ranges for parts in shards.values() for bucket in parts)
+            for p, ranges in (item for bucket in buckets for item in bucket["param_map"].items()):
+                group, index = leaf.model_param_group_index_map[p]
+                master = leaf.optimizer.param_groups[group]["params"][index]
+                name, first = names[id(p)], ranges["param"].start
+                yield "gradient", name, master.grad, first
+                yield "masters", name, master, first
+                for moment in _MOMENTS:
+                    yield "moments", f"{name} {moment}", leaf.optimizer.state[master][moment], first
 
     # --- reference policy ------------------------------------------------------------------------------------------
 

@@ -169,15 +169,14 @@ class SmallPolicy:
     def reference_sha256(self) -> str:
         return sha256_of(self.reference)
 
-    def weight_digests(self) -> dict[str, int]:
-        return {name: digest(value) for name, value in self.weights.items()}
-
-    def update_digests(self) -> dict[str, dict[str, int]]:
-        gradient = {name: digest(value.grad) for name, value in self.weights.items() if value.grad is not None}
-        moments = self.moments().values()
-        found = {name: digest(state["exp_avg"]) for name, state in zip(self.weights, moments, strict=False)}
-        masters = {name: digest(value) for name, value in self.weights.items()}
-        return {"gradient": gradient, "moments": found, "masters": masters}
+    def digests(self, *objects: str) -> dict[str, dict[str, int]]:
+        moments = zip(self.weights, self.moments().values(), strict=False)
+        found = {
+            "weights": {name: digest(value) for name, value in self.weights.items()},
+            "gradient": {name: digest(value.grad) for name, value in self.weights.items() if value.grad is not None},
+            "moments": {name: digest(state["exp_avg"]) for name, state in moments},
+        }
+        return {name: found["weights" if name == "masters" else name] for name in objects}
 
     def state(self) -> dict[str, Any]:
         """Return a copy of weights, reference, moments and step count."""

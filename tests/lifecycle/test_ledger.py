@@ -52,7 +52,7 @@ def test_equal_runs_have_equal_ledgers_also_if_one_is_killed(tmp_path: Path, mon
 
 def at_step(trainer: Trainer, owner: Any, name: str, change: Callable[..., Any]) -> None:
     """Let `change(original, *arguments)` take the place of a method in its calls of step AT."""
-    original, early = getattr(owner, name), name in ("generate", "weight_digests")  # called before the step counts
+    original, early = getattr(owner, name), name in ("generate", "begin")  # called before the step counts
 
     def changed(*given: Any, **named: Any) -> Any:
         is_due = trainer.progress.step + early == AT
@@ -111,12 +111,12 @@ def stale_tensor(run: SmallRun, trainer: Trainer) -> None:
 
 
 def flipped_bit(run: SmallRun, trainer: Trainer) -> None:
-    def weight_digests(original: Any) -> Any:
+    def begin(original: Any) -> Any:
         with torch.no_grad():
             run.policy.weights["head"].view(torch.int32)[3, 3] ^= 1
         return original()
 
-    at_step(trainer, run.policy, "weight_digests", weight_digests)
+    at_step(trainer, trainer.ledger, "begin", begin)
 
 
 def other_order_of_sums(run: SmallRun, trainer: Trainer) -> None:
@@ -182,12 +182,12 @@ FAULTS: dict[Plant, tuple[str, str, str]] = {
     stale_tensor: ("sampling", "first", "sampling: temperature, or other weights in the engine"),
     flipped_bit: ("trainer", "weights", "trainer"),
     other_order_of_sums: ("trainer", "update 1/gradient", "order of sums"),
-    learning_rate: ("trainer", "update 1/masters", "optimizer"),
+    learning_rate: ("trainer", "masters", "optimizer"),
     rounded_head: ("trainer", "old_logp", "trainer"),
     temperature: ("sampling", "first", "sampling: temperature, or other weights in the engine"),
     dropped_group: ("selection", "groups", "data"),
     other_reference: ("trainer", "ref_logp", "trainer"),
-    other_moment: ("trainer", "update 1/moments", "optimizer"),
+    other_moment: ("trainer", "moments", "optimizer"),
 }
 
 

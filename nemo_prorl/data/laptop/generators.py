@@ -109,9 +109,7 @@ def warmup_target(record: Record) -> str:
             f" math; the task is '{record['task']}'. {_WARMUP_FIX}"
         )
     if not isinstance(answer, str):
-        raise DataError(
-            f"record '{record['id']}': its answer is {answer!r}; a warm-up needs one string. {_WARMUP_FIX}"
-        )
+        raise DataError(f"record '{record['id']}': its answer is {answer!r}; a warm-up needs one string. {_WARMUP_FIX}")
     return form.format(answer)
 
 

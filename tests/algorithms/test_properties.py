@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 
+from nemo_prorl import own_functions
 from nemo_prorl.algorithms.advantages import ADVANTAGES
 from nemo_prorl.algorithms.objectives import OBJECTIVES
 from nemo_prorl.algorithms.properties import ADVANTAGE_CHECKS, ADVANTAGE_REMARKS, LOSS_CHECKS, LOSS_REMARKS, trial
 from nemo_prorl.algorithms.reset_rules import RULES
 from nemo_prorl.config import RESET_RULES, GRPOConfig, ResetRulesConfig, ShapingConfig
+from nemo_prorl.schema import METRICS
 from tests.algorithms.choices import choices
 
 # kind, function, properties that do not hold
@@ -153,6 +155,8 @@ RULE_FAULTS: list[tuple[str, set[str], set[str]]] = [
     ("yield history.finding('kl', *history.series['kl'][-1], 'words')", {"rule_call"}, set()),
     ("yield history.finding('kl', seen.append(9) or len(seen), 0, 'words')", {"repeatable"}, set()),
     ("history.series.clear(); yield from ()", {"read_only"}, set()),
+    ("history.series['kl']; yield from ()", {"rule_call"}, set()),  # there is none before the first step
+    ("if history.step == 7: 1 / 0\n    yield from ()", {"rule_call"}, set()),
     ("yield history.finding('kl', 1, 0, 'words')", set(), {"steady"}),
     ("yield from ()", set(), {"silent"}),
     (
@@ -169,3 +173,28 @@ def test_a_planted_fault_of_a_rule_is_caught(text: str, faults: set[str], remark
     (tmp_path / "own.py").write_text(f"seen = []\ndef rule(history, rules):\n    {text}\n")
     found = trial("reset-rule", f"{tmp_path}/own.py:rule", ResetRulesConfig())
     assert (set(found.faults), set(found.remarks)) == (faults, remarks)
+
+
+@pytest.mark.parametrize("read", ["history.series.get({!r}, [])", "history.series[{!r}]", "{!r} in history.series"])
+def test_a_metric_that_no_run_writes_is_named(read: str, tmp_path: Path) -> None:
+    told = {
+        "policy/gradnorm": "did you mean policy/grad_norm, policy/max_grad_norm",
+        "rollout/length": "did you mean rollout/stale",
+        "reward": "did you mean reward/TASK",
+        "quite unknown": "docs/reference/metrics.md has all",
+    }
+    for key, meant in told.items():
+        (tmp_path / "own.py").write_text(f"def rule(history, rules):\n    {read.format(key)}\n    yield from ()\n")
+        own_functions.function_at.cache_clear()
+        [(name, sentence)] = trial("reset-rule", f"{tmp_path}/own.py:rule", ResetRulesConfig()).faults.items()
+        assert name == "rule_call"
+        assert sentence.startswith(f"it asks for the metric {key}, which no run writes; {meant}")
+
+
+def test_a_rule_may_ask_for_each_metric_that_a_run_writes(tmp_path: Path) -> None:
+    """Also for those of tasks and sources that it names itself."""
+    names = [f"{prefix}/{name}".lstrip("/") for prefix, every in METRICS.items() for name in every.split()]
+    keys = [name.replace("TASK", "mine") for name in names]
+    text = f"    for key in {keys}: history.series.get(key)\n    yield from ()\n"
+    (tmp_path / "own.py").write_text(f"def rule(history, rules):\n{text}")
+    assert trial("reset-rule", f"{tmp_path}/own.py:rule", ResetRulesConfig()).faults == {}

@@ -5,8 +5,10 @@ than a second on one CPU.
 """
 
 import math
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from nemo_prorl.algorithms.losses import denominator_terms, grpo_loss
 from nemo_prorl.algorithms.objectives import OBJECTIVES
 from nemo_prorl.algorithms.rule_properties import RULE_CHECKS, RULE_REMARKS
 from nemo_prorl.config import GRPOConfig
+from nemo_prorl.own_functions import file_of
 
 SCALE = 1000.0  # an own loss may have gradients so many times smaller or larger than r A
 MOST_ADVANTAGE = 100.0  # for rewards from 0 to 1 in groups of 5
@@ -428,22 +431,24 @@ def trial(kind: str, place: str, config: Any) -> Trial:
     """
     checks, unusual = _CHECKS[kind]
     config = replace(config, asks=[place]) if kind == "reset-rule" else replace(config, **{kind: place})
-    faults = _findings(checks[:1], config)
+    faults = _findings(checks[:1], config, place)
     held = 0
     if not faults:
-        faults = _findings(checks[1:], config)
+        faults = _findings(checks[1:], config, place)
         held = len(checks) - len(faults)
     summary = f"{kind} {place}: {held} of {len(checks)} properties hold"
-    return Trial(faults, {} if faults else _findings(unusual, config), summary)
+    return Trial(faults, {} if faults else _findings(unusual, config, place), summary)
 
 
-def _findings(checks: tuple[Check, ...], config: Any) -> dict[str, str]:
+def _findings(checks: tuple[Check, ...], config: Any, place: str) -> dict[str, str]:
     found = {}
     for check in checks:
         try:
             sentence = check(config)
         except Exception as error:  # of the user's function
-            sentence = f"it raised {type(error).__name__}: {error}"
+            frames = traceback.extract_tb((error.__cause__ or error).__traceback__)
+            lines = [f" (line {frame.lineno})" for frame in frames if Path(frame.filename) == file_of(place)]
+            sentence = f"it raised {type(error).__name__}: {error}{lines[-1] if lines else ''}"
         if sentence:
             found[check.__name__] = sentence
     return found

@@ -187,8 +187,9 @@ def findings_of(name: str, history: History, rules: ResetRulesConfig) -> list[Fi
     except Exception as error:
         if name in RULES.names:  # a failure of our rule is not the user's configuration
             raise
+        fix = ". Fix: .get, because a metric may not be measured yet" if isinstance(error, KeyError) else ""
         raise ConfigError(
-            f"{KEY}={name}: after step {history.step} it raised {type(error).__name__}: {error}"
+            f"{KEY}={name}: after step {history.step} it raised {type(error).__name__}: {error}{fix}"
         ) from error
     for finding in found:
         if not isinstance(finding, Finding) or not math.isfinite(finding.seen + finding.threshold):

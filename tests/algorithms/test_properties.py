@@ -198,3 +198,14 @@ def test_a_rule_may_ask_for_each_metric_that_a_run_writes(tmp_path: Path) -> Non
     text = f"    for key in {keys}: history.series.get(key)\n    yield from ()\n"
     (tmp_path / "own.py").write_text(f"def rule(history, rules):\n{text}")
     assert trial("reset-rule", f"{tmp_path}/own.py:rule", ResetRulesConfig()).faults == {}
+
+
+def test_an_error_is_told_with_its_line_and_for_a_missing_metric_with_the_cure(tmp_path: Path) -> None:
+    found = trial("loss", own(tmp_path, "loss", "ratio * A * c.clip_hihg"), GRPOConfig())
+    assert "it raised AttributeError: 'GRPOConfig' object has no attribute 'clip_hihg'" in found.words()
+    assert "(line 7)" in found.words()
+    (tmp_path / "rules.py").write_text("def rule(history, rules):\n    yield history.series['kl']\n")
+    words = trial("reset-rule", f"{tmp_path}/rules.py:rule", ResetRulesConfig()).words()
+    assert (
+        "after step 0 it raised KeyError: 'kl'. Fix: .get, because a metric may not be measured yet (line 2)" in words
+    )

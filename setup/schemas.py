@@ -37,39 +37,13 @@ from nemo_prorl.rewards.interface import RewardRequest, Verdict  # noqa: E402
 from nemo_prorl.rewards.server import RewardEndpoint  # noqa: E402
 from nemo_prorl.rollout.collector import CollectorState  # noqa: E402
 from nemo_prorl.rollout.engine.endpoint import EngineEndpoint  # noqa: E402
-from nemo_prorl.schema import Constraint, Count, Sha256  # noqa: E402
+from nemo_prorl.schema import METRICS, Constraint, Count, Sha256  # noqa: E402
 from nemo_prorl.tracing import Timeline  # noqa: E402
 from nemo_prorl.trainer import ProgressState  # noqa: E402
 from nemo_prorl.usage import NodeUsage  # noqa: E402
 
 FOLDER = ROOT / "docs" / "schemas"
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-
-
-# Regular expressions for the keys of a line of metrics.jsonl; docs/reference/metrics.md explains each key.
-METRICS = (
-    "kl",
-    "entropy",
-    "reward/[^/]+",
-    "shaping/(unfinished|overlong|cosine)",
-    "(reward_shaped|keep_rate|solved|unsolved|tied|response_tokens|truncated|repetition|kl|entropy)/[^/]+",
-    "validation/[^/]+",
-    "rollout/(groups|truncated|repetition|response_tokens|masked|drawn|carried|stale|surplus|generated_tokens|staleness)",
-    "data/retired",
-    "canaries/(right|wrong|false_accepts|false_rejects)/[^/]+",
-    "second/(judged|disagreed)/[^/]+",
-    "stale_gap/(tokens|share|mean_abs|max_abs|mean_k3)",
-    "engine_gap/(tokens|mean_abs|max_abs|mean_k3|mean_ratio|p999|mean_abs_quarter[1-4])",
-    "correction/(tokens|mean_abs|max_abs|mean_k3|fraction_capped|fraction_masked)",
-    "policy/(loss|grad_norm|max_grad_norm|surrogate|kl|approx_kl|weight|ratio|min_ratio|max_ratio|max_skipped|clipped_high"
-    "|clipped_low|dual_clipped|nonfinite|lr|entropy_coef|padding)",
-    "time/(publish|rollout|logprobs|advantages|updates|ahead|ahead/engines_wait_s|validate|step)",
-    "time/step/tokens_per_s_per_device",
-    "time/updates/(tokens|tflops_per_device|mfu)",
-    "time/rollout/(engine_s|reward_open_s|reward_wait_s|sleep_s|tokens_per_s|responses|tail_s|tail_responses|idle_s"
-    "|lost_s|preemptions)",
-    "system/((rank|engine|rewards|supervisor|free|shm|run_dir)_gb|open_files|threads|max_shapes|engine_kv_cache_peak)",
-)
 
 
 class RunState(typing.TypedDict):
@@ -188,7 +162,10 @@ def metrics_line() -> dict[str, Any]:
         "type": "object",
         "required": ["step", "stage", "time/step"],
         "properties": {"step": {"type": "integer", "minimum": 1}, "stage": {"type": "string"}},
-        "patternProperties": {f"^{key}$": number for key in METRICS},
+        "patternProperties": {
+            f"^{prefix and prefix + '/'}({'|'.join(names.split())})$".replace("TASK", "[^/]+"): number
+            for prefix, names in METRICS.items()
+        },
         "additionalProperties": False,
     }
 

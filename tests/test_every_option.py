@@ -175,7 +175,7 @@ RUNS: list[tuple[str, str, tuple[str, ...]]] = [
         ("replay METRICS=metrics.jsonl file",),
     ),
     ("check-function loss gspo --config full.yaml", "9 of 9", ("check-function FUNCTION=a name",)),
-    ("check-function advantage own.py:own", "6 of 6", ("check-function FUNCTION=FILE.py:FUNCTION",)),
+    ("check-function advantage own.py:own", "7 of 7", ("check-function FUNCTION=FILE.py:FUNCTION",)),
     ("check-function reset-rule plateau", "3 of 3", ()),
     (
         "check-function loss nemo_prorl.algorithms.objectives:clip",

@@ -247,9 +247,7 @@ def means_by_task(sums: Mapping[str, float], tasks: Sequence[str]) -> dict[str, 
     """
     tokens = {task: sums[f"tokens/{task}"] for task in tasks}
     means: dict[str, float] = {}
-    for name in ("entropy", "kl"):
-        if tasks and f"{name}/{tasks[0]}" not in sums:
-            continue
+    for name in sorted({key.partition("/")[0] for key in sums} - {"tokens"}):
         of_tasks = {task: sums[f"{name}/{task}"] for task in tasks}
         means[name] = sum(of_tasks.values()) / max(1.0, sum(tokens.values()))
         means |= {f"{name}/{task}": value / tokens[task] for task, value in of_tasks.items() if tokens[task]}

@@ -5,8 +5,10 @@ than a second on one CPU.
 """
 
 import math
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from nemo_prorl.algorithms.losses import denominator_terms, grpo_loss
 from nemo_prorl.algorithms.objectives import OBJECTIVES
 from nemo_prorl.algorithms.rule_properties import RULE_CHECKS, RULE_REMARKS
 from nemo_prorl.config import GRPOConfig
+from nemo_prorl.own_functions import file_of
 
 SCALE = 1000.0  # an own loss may have gradients so many times smaller or larger than r A
 MOST_ADVANTAGE = 100.0  # for rewards from 0 to 1 in groups of 5
@@ -310,7 +313,8 @@ def _rewards() -> tuple[Tensor, Tensor]:
     reward_GN[1, 1], reward_GN[1, 3] = 0.0, 1.0
     valid_GN = torch.rand(7, 5, generator=generator) > 0.25
     valid_GN[1] = True
-    valid_GN[2, 1:] = False
+    valid_GN[2] = torch.arange(5) == 0  # a single response, so that n - 1 is 0
+    valid_GN[3] = False
     return reward_GN, valid_GN
 
 
@@ -371,11 +375,32 @@ def scale(config: GRPOConfig) -> str | None:
     return f"the rewards 0 and 1 in one group give at most {largest:.2g}; expected at least {LEAST_ADVANTAGE:g}"
 
 
-ADVANTAGE_CHECKS: tuple[Check, ...] = (advantage_call, finite, exchange, missing, better, scale)
+def penalties(config: GRPOConfig) -> str | None:
+    """Rewards that penalties made negative keep advantages of a usual size, and the best response above the worst."""
+    rows = ([1.0, -1.0, 0.0], [0.1, 0.2, -0.3], [0.0, 0.0, -0.5], [-0.5, -1.0, -1.0], [-0.5, -0.5, -0.5])
+    reward_GN = torch.tensor(rows, dtype=torch.float64)  # the second sums to 6e-17
+    advantage_GN = group_advantages(reward_GN, torch.ones(5, 3, dtype=torch.bool), config.advantage)
+    for row, reward_N, advantage_N in zip(rows, reward_GN[:4], advantage_GN[:4], strict=False):
+        largest = float(advantage_N.abs().max())
+        if not largest <= MOST_ADVANTAGE:
+            return f"rewards with penalties, {row}, give an advantage of {largest:.2g}"
+        if advantage_N[reward_N.argmax()] <= advantage_N[reward_N.argmin()]:
+            return f"rewards with penalties, {row}: the best response has no higher advantage than the worst"
+    return None
+
+
+def shaped(config: GRPOConfig) -> str | None:
+    """The same, if the run's penalties or its cosine reward can make rewards negative."""
+    shaping = config.shaping
+    return penalties(config) if config.unfinished_penalty or shaping.overlong_tokens or shaping.cosine else None
+
+
+ADVANTAGE_CHECKS: tuple[Check, ...] = (advantage_call, finite, exchange, missing, better, scale, shaped)
+ADVANTAGE_REMARKS: tuple[Check, ...] = (penalties,)  # true of a good advantage for rewards of at least 0
 
 _CHECKS: dict[str, tuple[tuple[Check, ...], tuple[Check, ...]]] = {
     "loss": (LOSS_CHECKS, LOSS_REMARKS),
-    "advantage": (ADVANTAGE_CHECKS, ()),
+    "advantage": (ADVANTAGE_CHECKS, ADVANTAGE_REMARKS),
     "reset-rule": (RULE_CHECKS, RULE_REMARKS),
 }
 
@@ -406,22 +431,24 @@ def trial(kind: str, place: str, config: Any) -> Trial:
     """
     checks, unusual = _CHECKS[kind]
     config = replace(config, asks=[place]) if kind == "reset-rule" else replace(config, **{kind: place})
-    faults = _findings(checks[:1], config)
+    faults = _findings(checks[:1], config, place)
     held = 0
     if not faults:
-        faults = _findings(checks[1:], config)
+        faults = _findings(checks[1:], config, place)
         held = len(checks) - len(faults)
     summary = f"{kind} {place}: {held} of {len(checks)} properties hold"
-    return Trial(faults, {} if faults else _findings(unusual, config), summary)
+    return Trial(faults, {} if faults else _findings(unusual, config, place), summary)
 
 
-def _findings(checks: tuple[Check, ...], config: Any) -> dict[str, str]:
+def _findings(checks: tuple[Check, ...], config: Any, place: str) -> dict[str, str]:
     found = {}
     for check in checks:
         try:
             sentence = check(config)
         except Exception as error:  # of the user's function
-            sentence = f"it raised {type(error).__name__}: {error}"
+            frames = traceback.extract_tb((error.__cause__ or error).__traceback__)
+            lines = [f" (line {frame.lineno})" for frame in frames if Path(frame.filename) == file_of(place)]
+            sentence = f"it raised {type(error).__name__}: {error}{lines[-1] if lines else ''}"
         if sentence:
             found[check.__name__] = sentence
     return found

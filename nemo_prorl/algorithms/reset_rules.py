@@ -177,15 +177,19 @@ def findings_of(name: str, history: History, rules: ResetRulesConfig) -> list[Fi
         name: a registered name, FILE.py:FUNCTION or MODULE:FUNCTION.
 
     Raises:
-        ConfigError: there is no such rule, it raised an error, or it yielded anything but findings of finite numbers.
+        ConfigError: there is no such rule, a rule of the user raised an error, or it yielded anything but findings of
+            finite numbers.
     """
     rule = RULES[name]
     try:
         made = rule(history, rules)
         found = list(made) if isinstance(made, Iterable) else [made]
-    except Exception as error:  # of the user's function
+    except Exception as error:
+        if name in RULES.names:  # a failure of our rule is not the user's configuration
+            raise
+        fix = ". Fix: .get, because a metric may not be measured yet" if isinstance(error, KeyError) else ""
         raise ConfigError(
-            f"{KEY}={name}: after step {history.step} it raised {type(error).__name__}: {error}"
+            f"{KEY}={name}: after step {history.step} it raised {type(error).__name__}: {error}{fix}"
         ) from error
     for finding in found:
         if not isinstance(finding, Finding) or not math.isfinite(finding.seen + finding.threshold):

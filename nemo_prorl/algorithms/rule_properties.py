@@ -5,11 +5,17 @@ metrics fall or rise after half of the steps.  Each check returns None, or a sen
 """
 
 import copy
+import difflib
 import random
 from collections.abc import Iterator
+from contextlib import suppress
+from itertools import chain
+from typing import Any
 
 from nemo_prorl.algorithms.reset_rules import Finding, History, findings_of
 from nemo_prorl.config import ResetRulesConfig
+from nemo_prorl.errors import ConfigError
+from nemo_prorl.schema import METRICS
 
 STEPS = 400
 FALL, RISE = 0.2, 5.0
@@ -22,13 +28,33 @@ _METRICS = {
 _VALIDATIONS = {"validation/math": 0.2, "validation/code": 0.15, "validation/all": 0.175}
 
 
+class _Series(dict[str, Any]):
+    """The metrics of a history, which records in `asked` the names that a rule asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: set[str] = set()
+
+    def __contains__(self, key: Any) -> bool:
+        self.asked.add(key)
+        return super().__contains__(key)
+
+    def __getitem__(self, key: str) -> Any:
+        self.asked.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+
 def histories(factor: float) -> Iterator[History]:
     """Yield a run's history after each step; it is one object that grows.
 
     Args:
         factor: what all metrics are multiplied with in the second half of the steps.
     """
-    noise, history = random.Random(0), History()
+    noise, history = random.Random(0), History(series=_Series())
     for step in range(1, STEPS + 1):
         usual = _METRICS | (_VALIDATIONS if step % 10 == 0 else {})
         now = factor if step > STEPS // 2 else 1.0
@@ -42,11 +68,31 @@ def _found(rules: ResetRulesConfig, factor: float) -> list[Finding]:
 
 
 def rule_call(rules: ResetRulesConfig) -> str | None:
-    """The rule yields findings or nothing after any step, also before the first one and right after a reset."""
-    for history in (History(), *histories(RISE)):
+    """The rule yields findings or nothing after any step, also before the first one and right after a reset.
+
+    It asks for no metric that runs do not have.
+    """
+    if sentence := _unknown(rules):
+        return sentence
+    for history in chain([History()], histories(RISE)):
         findings_of(rules.asks[0], history, rules)
     history.reset(STEPS)
     findings_of(rules.asks[0], history, rules)
+    return None
+
+
+def _unknown(rules: ResetRulesConfig) -> str | None:
+    asked: set[str] = set()
+    with suppress(ConfigError):  # the error comes again in `rule_call`, if all names are right
+        for history in histories(RISE):
+            asked = history.series.asked  # type: ignore[attr-defined]
+            findings_of(rules.asks[0], history, rules)
+    names = {f"{prefix}/{name}".lstrip("/") for prefix, every in METRICS.items() for name in every.split()}
+    for key in sorted(asked):
+        if key not in names and f"{key.rpartition('/')[0]}/TASK" not in names:
+            near = difflib.get_close_matches(key, sorted(names), 3, 0.5)
+            meant = f"did you mean {', '.join(near)}" if near else "docs/reference/metrics.md has all"
+            return f"it asks for the metric {key}, which no run writes; {meant}"
     return None
 
 

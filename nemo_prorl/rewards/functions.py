@@ -148,16 +148,20 @@ def function_plugin(name: str) -> type[RewardPlugin]:
 
 
 def _number(function: Callable[..., Any], value: Any) -> float:
-    """Return the value of a reward function as a float.  Raises WrongValue unless it is a number from 0 to 1."""
+    """Return the value of a reward function as a float.  Raises WrongValue unless it is a number from 0 to 1.
+
+    Truth values, and scalars of numpy and torch, are numbers; text is not, although `float` would read it.
+    """
     try:
-        number = float(value)
+        number = math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError):
         number = math.nan
     if 0.0 <= number <= 1.0:
         return number
     code = getattr(inspect.unwrap(function), "__code__", None)
     place = function.__name__ if code is None else f"{code.co_filename}:{code.co_firstlineno}"
-    raise WrongValue(f"{function.__name__} returned {value!r}: expected a number from 0 to 1", place)
+    got = f"{function.__name__} returned {value!r:.80} ({type(value).__name__})"
+    raise WrongValue(f"{got}: expected a number from 0 to 1", place)
 
 
 def _distinct(names: list[str]) -> list[str]:

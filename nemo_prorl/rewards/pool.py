@@ -31,6 +31,7 @@ from prorl_sandbox.processes import QUEUED_S, queued_s
 from nemo_prorl import stacks
 from nemo_prorl.errors import RewardFailure
 from nemo_prorl.rewards import processes
+from nemo_prorl.rewards.functions import is_function
 from nemo_prorl.rewards.interface import RewardRequest, Verdict, failed_verdict, read_verdict
 from nemo_prorl.tracing import RECORDER
 
@@ -44,7 +45,7 @@ KEPT_VARIABLES = (
     stacks.VARIABLE,
 )
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-_DIED = "worker died (out of memory, or a crash in the plugin)"
+_DIED = "worker died (out of memory, or a crash in the plugin). Fix: the reward server's log has its last output"
 _MAX_LINE = 2**30  # maximum bytes of a worker's message; the memory is not reserved in advance
 
 
@@ -61,6 +62,12 @@ class PoolSpec:
     hash_seed: int = 0  # PYTHONHASHSEED of the workers; the conformance kit checks that verdicts do not depend on it
     sandboxed: bool = False  # its processes are the sandbox, which limits its programs: they have no part in the budget
     unsafe_no_sandbox: bool = False  # if no sandbox works on this machine, run model-written code without one
+
+    @property
+    def time_key(self) -> str:
+        """The configuration key of `budget_s`."""
+        own = is_function(self.plugin)
+        return "rewards.functions_time_s" if own else f"rewards.plugins.{self.plugin}.time_budget_s"
 
 
 @dataclass
@@ -137,9 +144,12 @@ class _Worker:
         except BaseException as error:
             worker.kill()
             if isinstance(error, WorkerGone):
-                raise RewardFailure(f"a worker of reward plugin {spec.plugin!r} died during its start") from error
+                why = "died during its start. Fix: the lines above, or the reward server's log, have its last output"
+                raise RewardFailure(f"a worker of reward plugin {spec.plugin!r} {why}") from error
             if isinstance(error, TimeoutError):
-                late = f"a worker of reward plugin {spec.plugin!r} was not ready after {STARTUP_S:g} s"
+                late = (
+                    f"a worker of reward plugin {spec.plugin!r} was not ready after {STARTUP_S:g} s. Fix: import less"
+                )
                 raise RewardFailure(late) from error
             raise
         return worker
@@ -180,11 +190,12 @@ class _Worker:
                 elapsed = asyncio.get_running_loop().time() - started
                 used = processes.cpu_s(pid, families) - cpu_before
                 if used >= 0.98 * budget_s:
-                    raise WorkerGone(f"over the time budget of {budget_s:g} s of CPU", "timeout")
+                    fix = f"Fix, if it needs more: {spec.time_key}"
+                    raise WorkerGone(f"over the time budget of {budget_s:g} s of CPU. {fix}", "timeout")
                 queued = queued_s(pid) - queued_before
                 left = wall_s + min(QUEUED_S, queued) - elapsed
                 if left <= 0:
-                    raise WorkerGone(_why_late(pid, elapsed, used, budget_s, queued))
+                    raise WorkerGone(_why_late(pid, elapsed, used, spec, queued))
                 wait = max(0.02, min(budget_s - used, left))
             return read_verdict(receiving.result(), job.request.id)
         except ValueError as error:
@@ -202,17 +213,20 @@ class _Worker:
         self._writer.close()
 
 
-def _why_late(pid: int, elapsed: float, used: float, budget_s: float, queued: float) -> str:
-    """Return why a worker that is still within its CPU time gave no verdict, as text that names the likely cause."""
+def _why_late(pid: int, elapsed: float, used: float, spec: PoolSpec, queued: float) -> str:
+    """Return why a worker that is still within its CPU time gave no verdict: the likely cause, and what to do."""
     if processes.is_stopped(pid):
-        cause = "its process is stopped"
+        cause = "its process is stopped. Fix: find out what sent SIGSTOP"
     elif queued >= (elapsed - used) / 2:
-        cause = "the machine is too busy"
+        cause = "the machine is too busy. Fix: fewer rewards.workers, or fewer other processes"
     else:
-        cause = "the plugin waits for something else"
+        cause = (
+            f"the plugin waits for something else. Fix: give its requests a time limit below {WALL_FACTOR:g} times the"
+            f" budget, or raise {spec.time_key} (docs/howto/reward_server.md)"
+        )
     return (
-        f"no verdict after {elapsed:.1f} s, of which its worker computed for {used:.1f} s (budget: {budget_s:g} s) and"
-        f" waited {queued:.1f} s for a busy CPU: {cause}"
+        f"no verdict after {elapsed:.1f} s, of which its worker computed for {used:.1f} s (budget: {spec.budget_s:g} s)"
+        f" and waited {queued:.1f} s for a busy CPU: {cause}"
     )
 
 

@@ -1,14 +1,17 @@
 """The properties of losses, advantages and reset rules: of ours, and planted faults by the right one."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from nemo_prorl import own_functions
 from nemo_prorl.algorithms.advantages import ADVANTAGES
 from nemo_prorl.algorithms.objectives import OBJECTIVES
-from nemo_prorl.algorithms.properties import ADVANTAGE_CHECKS, LOSS_CHECKS, LOSS_REMARKS, trial
+from nemo_prorl.algorithms.properties import ADVANTAGE_CHECKS, ADVANTAGE_REMARKS, LOSS_CHECKS, LOSS_REMARKS, trial
 from nemo_prorl.algorithms.reset_rules import RULES
-from nemo_prorl.config import RESET_RULES, GRPOConfig, ResetRulesConfig
+from nemo_prorl.config import RESET_RULES, GRPOConfig, ResetRulesConfig, ShapingConfig
+from nemo_prorl.schema import METRICS
 from tests.algorithms.choices import choices
 
 # kind, function, properties that do not hold
@@ -43,12 +46,12 @@ PLANTED = [
     ("loss", "ratio.sum(1, keepdim=True) * A[:, :1]", {"loss_call"}),
     ("loss", "ratio * A * c.clip_hihg", {"loss_call"}),
     ("loss", "None", {"loss_call"}),
-    ("advantage", "-centred", {"better"}),
-    ("advantage", "0 * centred", {"finite", "better", "scale"}),
-    ("advantage", "1e30 * centred", {"exchange", "scale"}),
+    ("advantage", "-centred", {"better", "shaped"}),
+    ("advantage", "0 * centred", {"finite", "better", "scale", "shaped"}),
+    ("advantage", "1e30 * centred", {"exchange", "scale", "shaped"}),
     ("advantage", "centred / centred.square().sum(1, keepdim=True).clamp(min=1e-30)", {"scale"}),
     ("advantage", "1e-9 * centred", {"scale"}),
-    ("advantage", "centred / 0", {"finite", "exchange", "missing", "scale"}),
+    ("advantage", "centred / 0", {"finite", "exchange", "missing", "scale", "shaped"}),
     ("advantage", "centred - centred[:, :1]", {"exchange"}),
     ("advantage", "centred * torch.arange(1, len(centred) + 1)[:, None]", {"exchange"}),
     ("advantage", "reward - reward.mean(1, keepdim=True)", {"missing"}),
@@ -57,8 +60,18 @@ PLANTED = [
     ("advantage", "torch.rand_like(centred)", {"advantage_call"}),
     ("advantage", "centred[:, :1]", {"advantage_call"}),
     ("advantage", "centred.tolist()", {"advantage_call"}),
+    ("advantage", "centred / reward.sum(1, keepdim=True)", {"shaped"}),
+    ("advantage", "torch.where(reward.sum(1, keepdim=True) > 0, centred / reward.sum(1, keepdim=True), 0)", {"shaped"}),
+    ("advantage", "centred / reward.sum(1, keepdim=True).abs().clamp(min=1e-3)", {"shaped"}),
+    ("advantage", "centred * reward.amax(1, keepdim=True)", {"shaped"}),
+    (
+        "advantage",
+        "centred / (centred.square().sum(1) / (valid.sum(1) - 1)).mean().sqrt()",  # 0 / 0 for a single response
+        {"finite", "exchange", "missing", "better"},
+    ),
 ]
 
+SHAPED: dict[str, Any] = {"overlong_tokens": 64, "cosine": True}
 UNUSUAL = [
     ("new * A", {"clip_range"}),
     ("ratio * A / mask_BT.sum(1, keepdim=True)", {"clip_range"}),  # nan where no token counts, which is ignored
@@ -85,7 +98,19 @@ def own(folder: Path, kind: str, text: str) -> str:
 
 @pytest.mark.parametrize(("kind", "text", "caught"), PLANTED, ids=lambda value: value if isinstance(value, str) else "")
 def test_a_planted_fault_is_caught(kind: str, text: str, caught: set[str], tmp_path: Path) -> None:
-    assert set(trial(kind, own(tmp_path, kind, text), GRPOConfig()).faults) == caught
+    config = GRPOConfig(unfinished_penalty=0.5)  # with a penalty, an advantage must take rewards below 0
+    assert set(trial(kind, own(tmp_path, kind, text), config).faults) == caught
+
+
+def test_an_advantage_for_rewards_from_0_passes_with_a_remark(tmp_path: Path) -> None:
+    """Each setting that can make a reward negative makes it a fault."""
+    place = own(tmp_path, "advantage", "centred / reward.sum(1, keepdim=True)")
+    found = trial("advantage", place, GRPOConfig())
+    assert (found.faults, set(found.remarks)) == ({}, {"penalties"})
+    assert "rewards with penalties, [1.0, -1.0, 0.0], give an advantage of nan" in found.words()
+    negative = [GRPOConfig(shaping=ShapingConfig(**{key: value})) for key, value in SHAPED.items()]
+    for config in (GRPOConfig(unfinished_penalty=0.5), *negative):
+        assert set(trial("advantage", place, config).faults) == {"shaped"}
 
 
 @pytest.mark.parametrize(("text", "remarks"), UNUSUAL, ids=lambda value: value if isinstance(value, str) else "")
@@ -95,8 +120,8 @@ def test_an_unusual_loss_passes_with_a_remark(text: str, remarks: set[str], tmp_
 
 
 def test_each_property_finds_something() -> None:
-    found = {name for *_, names in [*PLANTED, *UNUSUAL] for name in names}
-    assert found == {check.__name__ for check in (*LOSS_CHECKS, *LOSS_REMARKS, *ADVANTAGE_CHECKS)}
+    found = {name for *_, names in [*PLANTED, *UNUSUAL] for name in names} | {"penalties"}
+    assert found == {check.__name__ for check in (*LOSS_CHECKS, *LOSS_REMARKS, *ADVANTAGE_CHECKS, *ADVANTAGE_REMARKS)}
 
 
 @pytest.mark.parametrize("loss", OBJECTIVES.names)
@@ -112,7 +137,9 @@ def test_each_loss_has_the_properties_that_training_relies_on(loss: str, aggrega
 @pytest.mark.parametrize("advantage", ADVANTAGES.names)
 def test_each_advantage_has_the_properties_that_training_relies_on(advantage: str) -> None:
     assert choices("advantage") == ADVANTAGES.names
-    assert trial("advantage", advantage, GRPOConfig()).faults == {}
+    found = trial("advantage", advantage, GRPOConfig())
+    assert found.faults == {}
+    assert set(found.remarks) == ({"penalties"} if advantage == "maxrl" else set())
 
 
 @pytest.mark.parametrize("rule", RULES.names)
@@ -128,6 +155,8 @@ RULE_FAULTS: list[tuple[str, set[str], set[str]]] = [
     ("yield history.finding('kl', *history.series['kl'][-1], 'words')", {"rule_call"}, set()),
     ("yield history.finding('kl', seen.append(9) or len(seen), 0, 'words')", {"repeatable"}, set()),
     ("history.series.clear(); yield from ()", {"read_only"}, set()),
+    ("history.series['kl']; yield from ()", {"rule_call"}, set()),  # there is none before the first step
+    ("if history.step == 7: 1 / 0\n    yield from ()", {"rule_call"}, set()),
     ("yield history.finding('kl', 1, 0, 'words')", set(), {"steady"}),
     ("yield from ()", set(), {"silent"}),
     (
@@ -144,3 +173,39 @@ def test_a_planted_fault_of_a_rule_is_caught(text: str, faults: set[str], remark
     (tmp_path / "own.py").write_text(f"seen = []\ndef rule(history, rules):\n    {text}\n")
     found = trial("reset-rule", f"{tmp_path}/own.py:rule", ResetRulesConfig())
     assert (set(found.faults), set(found.remarks)) == (faults, remarks)
+
+
+@pytest.mark.parametrize("read", ["history.series.get({!r}, [])", "history.series[{!r}]", "{!r} in history.series"])
+def test_a_metric_that_no_run_writes_is_named(read: str, tmp_path: Path) -> None:
+    told = {
+        "policy/gradnorm": "did you mean policy/grad_norm, policy/max_grad_norm",
+        "rollout/length": "did you mean rollout/stale",
+        "reward": "did you mean reward/TASK",
+        "quite unknown": "docs/reference/metrics.md has all",
+    }
+    for key, meant in told.items():
+        (tmp_path / "own.py").write_text(f"def rule(history, rules):\n    {read.format(key)}\n    yield from ()\n")
+        own_functions.function_at.cache_clear()
+        [(name, sentence)] = trial("reset-rule", f"{tmp_path}/own.py:rule", ResetRulesConfig()).faults.items()
+        assert name == "rule_call"
+        assert sentence.startswith(f"it asks for the metric {key}, which no run writes; {meant}")
+
+
+def test_a_rule_may_ask_for_each_metric_that_a_run_writes(tmp_path: Path) -> None:
+    """Also for those of tasks and sources that it names itself."""
+    names = [f"{prefix}/{name}".lstrip("/") for prefix, every in METRICS.items() for name in every.split()]
+    keys = [name.replace("TASK", "mine") for name in names]
+    text = f"    for key in {keys}: history.series.get(key)\n    yield from ()\n"
+    (tmp_path / "own.py").write_text(f"def rule(history, rules):\n{text}")
+    assert trial("reset-rule", f"{tmp_path}/own.py:rule", ResetRulesConfig()).faults == {}
+
+
+def test_an_error_is_told_with_its_line_and_for_a_missing_metric_with_the_cure(tmp_path: Path) -> None:
+    found = trial("loss", own(tmp_path, "loss", "ratio * A * c.clip_hihg"), GRPOConfig())
+    assert "it raised AttributeError: 'GRPOConfig' object has no attribute 'clip_hihg'" in found.words()
+    assert "(line 7)" in found.words()
+    (tmp_path / "rules.py").write_text("def rule(history, rules):\n    yield history.series['kl']\n")
+    words = trial("reset-rule", f"{tmp_path}/rules.py:rule", ResetRulesConfig()).words()
+    assert (
+        "after step 0 it raised KeyError: 'kl'. Fix: .get, because a metric may not be measured yet (line 2)" in words
+    )

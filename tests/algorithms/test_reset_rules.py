@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from scipy.stats import norm, t
 
+from nemo_prorl.algorithms import reset_rules
 from nemo_prorl.algorithms.reset_rules import (
     ADVISING,
     Finding,
@@ -393,6 +394,22 @@ def test_decide_changes_nothing_and_an_empty_history_says_nothing() -> None:
     assert first == decide(history, DROP) != []
     history.note(first)
     assert decide(history, DROP) == []
+
+
+@pytest.mark.parametrize("name", [*RESET_RULES, *ADVISING])
+def test_a_failure_of_our_rule_is_not_the_users_configuration(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault = ZeroDivisionError("ours")
+
+    def failing(history: History, rules: ResetRulesConfig) -> list[Finding]:
+        raise fault
+
+    monkeypatch.setitem(reset_rules.RULES._functions, name, failing)
+    history = History()
+    for step in range(1, 100):
+        history.add({"step": step})
+    with pytest.raises(ZeroDivisionError) as raised:
+        decide(history, RULES)
+    assert raised.value is fault
 
 
 def test_a_finding_is_a_text() -> None:

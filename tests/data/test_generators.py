@@ -3,15 +3,18 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
+from nemo_prorl import settings
 from nemo_prorl.config import DataSource
 from nemo_prorl.data.laptop.generators import generate, warmup_target
 from nemo_prorl.data.records import validate_record
 from nemo_prorl.errors import ConfigError, DataError
+from nemo_prorl.sizing.memory import SMALL
 
 DATASETS = ["chain_sum", "spell_backward", "gcd", "leg_counting", "rearc", "family_relationships", "mini_sudoku"]
 
@@ -109,12 +112,16 @@ def test_wrong_source_names_itself_and_the_fix(bad: DataSource, message: str) ->
     assert f"data source '{bad.name}'" in str(caught.value)
 
 
-def test_warmup_needs_one_answer_in_text() -> None:
+def test_warmup_needs_one_answer_in_text(root: Path) -> None:
     record = generate(source("reasoning_gym:propositional_logic", size=1))[0]
     with pytest.raises(DataError, match=r"propositional_logic-0.*None"):
         warmup_target(record)
-    with pytest.raises(DataError, match="the task is 'code'"):
+    with pytest.raises(DataError, match="the task is 'code'") as told:
         warmup_target({**record, "task": "code"})
+    size, steps = f"{SMALL // 10**6} million", settings.load(["cluster=laptop"]).trainer.warmup.steps
+    assert f"cluster=laptop sets trainer.warmup.steps={steps} for models of fewer than {size}" in str(told.value)
+    assert "Fix: trainer.warmup.steps=0" in str(told.value)
+    assert f"fewer than {size} parameters" in (root / "docs" / "tutorial" / "model.md").read_text()
     assert warmup_target({**record, "task": "code", "meta": {"target": "print(1)"}}) == "print(1)"
 
 

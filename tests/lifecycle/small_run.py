@@ -9,13 +9,10 @@ import asyncio
 import gc
 import json
 import math
-import os
 import random
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +30,6 @@ from nemo_prorl.data.blend import LoadedData
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import NonFiniteUpdate
 from nemo_prorl.leader import Leader
-from nemo_prorl.lifecycle import killpoints
 from nemo_prorl.lifecycle.checkpoints import Checkpoints
 from nemo_prorl.lifecycle.stopping import FORWARDED_AS, Stopping
 from nemo_prorl.rewards.interface import RewardResult, Verdict, failed_verdict, verdict_of
@@ -52,10 +48,6 @@ SHAPE = {
     **{"num_layers": 2, "hidden_size": WIDTH, "ffn_hidden_size": 16, "num_attention_heads": 2, "num_query_groups": 1},
     **{"make_vocab_size_divisible_by": 4},
 }
-
-
-class Killed(BaseException):
-    """A SIGKILL: no code of the package catches it."""
 
 
 @dataclass
@@ -472,46 +464,3 @@ class SmallRun:
 def parts_of(checkpoints: Checkpoints) -> dict[str, Any]:
     """Return the state of every part that a checkpoint stores, as JSON."""
     return {name: json.loads(json.dumps(part.state_dict())) for name, part in checkpoints.parts.items()}
-
-
-@contextmanager
-def killed_at(point: str, monkeypatch: Any) -> Iterator[None]:
-    """Context manager in which the run is killed at a kill point, once."""
-    with monkeypatch.context() as patch:
-        system = SimpleNamespace(kill=partial(_kill, point), getpid=os.getpid)
-        patch.setattr(killpoints, "os", system)
-        name, _, passing = point.partition("#")
-        patch.setattr(killpoints, "_WANTED", name)
-        patch.setattr(killpoints, "_PASSING", passing)
-        patch.setattr(killpoints, "_passed", 0)
-        yield
-
-
-def _kill(point: str, pid: int, number: int) -> None:
-    raise Killed(point)
-
-
-def infinite_in(run: SmallRun, updates: set[tuple[int, int]]) -> Callable[[Trainer], None]:
-    """Return a preparation after which the loss of each (step, number of the update in it) is infinite."""
-
-    def prepare(trainer: Trainer) -> None:
-        update, begin, numbers = run.policy.update, trainer.before_updates, iter(range(0))  # type: Any, Any, Any
-
-        def begun(metrics: Any) -> Any:
-            nonlocal numbers
-            numbers = iter(range(100))
-            return begin(metrics)
-
-        def poisoned(batch: Any, loss: Any, *given: Any, **named: Any) -> Any:
-            factor = float("inf") if (trainer.progress.step, next(numbers)) in updates else 1.0
-
-            def scaled(*parts: Any) -> Any:
-                value, sums = loss(*parts)
-                return value * factor, sums
-
-            return update(batch, scaled, *given, **named)
-
-        trainer.before_updates = begun  # type: ignore[method-assign]
-        run.policy.update = poisoned  # type: ignore[method-assign]
-
-    return prepare

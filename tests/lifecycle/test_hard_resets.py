@@ -10,7 +10,8 @@ import torch
 from nemo_prorl.config import ResetRulesConfig, ResetsConfig, ShapingConfig
 from nemo_prorl.errors import ResetFailure
 from nemo_prorl.trainer import Trainer
-from tests.lifecycle.small_run import LR, Killed, SmallPolicy, SmallRun, config, killed_at, parts_of
+from tests.lifecycle.faults import Killed, killed_at
+from tests.lifecycle.small_run import LR, SmallPolicy, SmallRun, config, parts_of
 from tests.test_frozen import RECORDS, assert_recorded, processor
 
 UPDATES = 2  # a step

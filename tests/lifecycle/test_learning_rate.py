@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from nemo_prorl.config import ResetsConfig
-from tests.lifecycle.small_run import LR, Killed, SmallRun, config, killed_at
+from tests.lifecycle.faults import Killed, killed_at
+from tests.lifecycle.small_run import LR, SmallRun, config
 from tests.lifecycle.test_hard_resets import UPDATES, account, trained
 
 SCHED = {"name": "linear", "warmup_steps": 2}

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from nemo_prorl.errors import NonFiniteUpdate
-from tests.lifecycle.small_run import SmallRun, config, infinite_in
+from tests.lifecycle.faults import infinite_in
+from tests.lifecycle.small_run import SmallRun, config
 
 
 def whole(folder: Path, monkeypatch: pytest.MonkeyPatch, updates: set[tuple[int, int]], **grpo: Any) -> SmallRun:

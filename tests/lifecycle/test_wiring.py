@@ -17,7 +17,8 @@ from nemo_prorl.lifecycle.checkpoints import LeaderState
 from nemo_prorl.lifecycle.stages import Origin
 from nemo_prorl.rank import begin_stage
 from nemo_prorl.trainer import Trainer
-from tests.lifecycle.small_run import LR, SmallRun, config, infinite_in, parts_of
+from tests.lifecycle.faults import infinite_in
+from tests.lifecycle.small_run import LR, SmallRun, config, parts_of
 
 
 def go(

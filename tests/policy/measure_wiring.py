@@ -25,6 +25,7 @@ from nemo_prorl.policy.plain_files import check_metadata
 
 Update = Callable[..., dict[str, float]]
 LR, OTHER_LR = 1e-3, 3e-4  # of the layouts' configuration, and another
+FAULTS = ("gradient", "loss", "log-probability")
 LOST = "model.decoder.layers.self_attention.linear_qkv.layer_norm_weight"  # one for all layers, so every stage lacks it
 
 
@@ -51,6 +52,7 @@ def wired(actor: Any, batch: Batch, loss: Any, denominator: float, out: Path) ->
     ]
     store = checkpoint_files.PolicyStore(actor)
     found |= saved_and_loaded(actor, store, update, out / "saved")
+    found["after refused"] = after_refused(actor, store, update, batch, loss, saved=out / "saved")
     found["failed"] = failed(store, out / "saved", out)
     found["held"] = held(actor, out)
     found["in turn"] = in_turn(actor, out)
@@ -102,32 +104,52 @@ def updates(actor: Any, update: Update) -> list[dict[str, Any]]:
     return found
 
 
-def refused(actor: Any, batch: Batch, loss: Any) -> dict[str, Any]:
-    """Updates of which one thing is not finite, on the last data rank: what all ranks are told, and what they keep."""
+def kept(actor: Any) -> Any:
+    """What an update changes of a policy on this rank, moments and steps of Adam among it."""
+    state = [tensor.tolist() for one, two, _ in moments(actor) for tensor in (one, two)]
+    return state, [steps for *_, steps in moments(actor)], actor.weights_sha256()
+
+
+def try_with(fault: str, actor: Any, batch: Batch, loss: Any) -> str | None:
+    """Try an update of which one thing is not finite on the last data rank; return what this rank is told."""
     last = actor.data_ranks.rank == actor.data_ranks.size - 1
 
-    def kept() -> Any:
-        state = [tensor.tolist() for one, two, _ in moments(actor) for tensor in (one, two)]
-        return state, [steps for *_, steps in moments(actor)], actor.weights_sha256(), actor.version
-
-    def bad(what: str, logp_BT: Tensor, entropy_BT: Any, micro: Batch, denominator: float) -> Any:
+    def bad(logp_BT: Tensor, entropy_BT: Any, micro: Batch, denominator: float) -> Any:
         value, sums = loss(logp_BT, entropy_BT, micro, denominator)
-        if last and what == "gradient":
+        if last and fault == "gradient":
             value = value + (logp_BT - logp_BT.detach()).abs().sqrt().sum()  # 0, of which the slope is infinite
-        if last and what == "loss":
+        if last and fault == "loss":
             value = value + math.inf
             sums = {**sums, "loss": value.detach()}
-        return value, {**sums, "nonfinite": torch.tensor(float(last and what == "log-probability"))}
+        return value, {**sums, "nonfinite": torch.tensor(float(last and fault == "log-probability"))}
 
+    try:
+        actor.update(batch, bad, 99.0, with_entropy=True)
+    except NonFiniteUpdate as error:
+        return type(error).__name__
+    return None
+
+
+def refused(actor: Any, batch: Batch, loss: Any) -> dict[str, Any]:
+    """Updates of which one thing is not finite: what all ranks are told, and whether they keep what they had."""
     found = {}
-    for what in ("nothing", "gradient", "loss", "log-probability"):
-        before, told = kept(), None
-        try:
-            actor.update(batch, partial(bad, what), 99.0, with_entropy=True)
-        except NonFiniteUpdate as error:
-            told = type(error).__name__
-        found[what] = of_all_ranks((told, kept() == before))
+    for fault in ("nothing", *FAULTS):
+        before, version = kept(actor), actor.version
+        told = try_with(fault, actor, batch, loss)
+        found[fault] = of_all_ranks((told, (kept(actor), actor.version) == (before, version)))
     return found
+
+
+def after_refused(actor: Any, store: Any, update: Update, batch: Batch, loss: Any, *, saved: Path) -> list[Any]:
+    """Whether an update has the effect on each rank, after refused ones, that it has without them."""
+    effects: list[Any] = []
+    for faults in ((), FAULTS):
+        store.load(saved)
+        before = kept(actor)
+        told = [try_with(fault, actor, batch, loss) for fault in faults]
+        effects.append((update(), kept(actor)))
+        moved = [one != other for one, other in zip(before, kept(actor), strict=True)]
+    return of_all_ranks((told, moved, effects[0] == effects[1]))
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------

@@ -58,6 +58,12 @@ def test_an_update_that_is_not_finite_on_one_data_rank_is_made_on_none(layout: L
 
 
 @layouts
+def test_an_update_after_refused_ones_has_the_effect_that_it_has_without_them(layout: Layout, found: Found) -> None:
+    """Moments, steps, weights and what the update returns are the same to the bit."""
+    assert found["after refused"] == [(["NonFiniteUpdate"] * 3, [True] * 3, True)] * layout.world
+
+
+@layouts
 def test_an_update_has_the_temperature_that_is_given(layout: Layout, found: Found) -> None:
     losses = {given: update for given, _, update in found["temperatures"]}
     assert all(update == wanted for _, wanted, update in found["temperatures"])

@@ -10,7 +10,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy  # noqa: F401 - in the values
 import pytest
+import torch  # noqa: F401
 
 from nemo_prorl import cli, settings
 from nemo_prorl.config import Config, RewardsConfig
@@ -20,7 +22,7 @@ from nemo_prorl.lifecycle.records import code_sha256
 from nemo_prorl.planning.overview import run_rows
 from nemo_prorl.rewards.discovery import discover, make_plugin
 from nemo_prorl.rewards.functions import identity, is_function, places, settings_of
-from nemo_prorl.rewards.interface import RewardRequest, Verdict, judge
+from nemo_prorl.rewards.interface import RewardPlugin, RewardRequest, Verdict, judge
 from nemo_prorl.rewards.service import RewardService, plan_pools
 from tests.lifecycle.parts import leader
 from tests.whole_runs import Job, metrics_of
@@ -73,21 +75,46 @@ def test_an_exception_is_located_in_the_users_file(place: str, caplog: pytest.Lo
     assert [frame.name for frame in traceback.extract_tb(record.exc_info[2])] == ["score", "broken"]
 
 
-@pytest.mark.parametrize("value", ["None", "1.5", "'good'", "float('nan')"])
+WRONG = ["None", "1.5", "-0.1", "'good'", "'1.0'", "b'1'", "float('nan')", "[1.0]", "{'score': 1.0}"]
+WRONG += ["numpy.float64(2)", "numpy.ones(2)", "torch.ones(2)", "torch.tensor(float('nan'))"]
+
+
+@pytest.mark.parametrize("value", WRONG)
 def test_a_value_that_is_no_score_is_located_in_the_users_file(
     value: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The function raised nothing, so nothing says that it did."""
-    (tmp_path / "bad.py").write_text(f"# a comment\ndef score(prompt, response, truth):\n    return {value}\n")
-    plugin = make_plugin(discover((), {"units": f"{tmp_path / 'bad.py'}:score"}).plugin_of_task("units"))
+    plugin = returning(value, tmp_path)
     verdict = judge(plugin, request("100"))
     assert verdict["failure"] == "infrastructure"
-    name, place = f"your reward function 'units={tmp_path / 'bad.py'}:score'", f"{tmp_path / 'bad.py'}:2"
-    assert verdict["detail"] == f"{name}: score returned {eval(value)!r}: expected a number from 0 to 1 ({place})"
+    name, place = f"your reward function 'units={tmp_path / 'own.py'}:score'", f"{tmp_path / 'own.py'}:2"
+    got = f"{eval(value)!r} ({type(eval(value)).__name__})"
+    assert verdict["detail"] == f"{name}: score returned {got}: expected a number from 0 to 1 ({place})"
     assert judge(plugin, request("99")) == verdict
     [record] = caplog.records
     assert record.getMessage() == f"{verdict['detail']}; shown only once for this place"
     assert record.exc_info is None
+
+
+def test_long_text_does_not_hide_what_is_expected(tmp_path: Path) -> None:
+    detail = judge(returning("'1.0 because ' * 99", tmp_path), request("100"))["detail"]
+    assert f"(str): expected a number from 0 to 1 ({tmp_path / 'own.py'}:2)" in detail
+
+
+RIGHT = ["True", "1", "numpy.bool_(True)", "numpy.float32(1)", "numpy.int64(1)", "torch.tensor(1.0)", "torch.ones(1)"]
+
+
+@pytest.mark.parametrize("value", RIGHT)
+def test_a_scalar_of_any_kind_is_a_score(value: str, tmp_path: Path) -> None:
+    verdict = judge(returning(value, tmp_path), request("100"))
+    assert (verdict["score"], verdict["correct"], verdict["failure"]) == (1.0, True, None)
+
+
+def returning(value: str, folder: Path) -> RewardPlugin:
+    """Return the plugin of a function that returns a value for each response; it begins in line 2."""
+    text = f"import numpy, torch\ndef score(prompt, response, truth):\n    return {value}\n"
+    (folder / "own.py").write_text(text)
+    return make_plugin(discover((), {"units": f"{folder / 'own.py'}:score"}).plugin_of_task("units"))
 
 
 def test_a_worker_judges_by_it(place: str) -> None:
@@ -145,7 +172,7 @@ def test_several_functions_have_weights(tmp_path: Path, monkeypatch: pytest.Monk
         verdict = judge(plugin, request(response))
         assert (verdict["score"], verdict["correct"]) == (score, correct)
     assert judge(plugin, request("no"))["parts"] == {"right": 0.0, "short": 1.0}
-    assert "short returned 2.0: expected a number from 0 to 1" in judge(plugin, request("two"))["detail"]
+    assert "short returned 2.0 (float): expected a number from 0 to 1" in judge(plugin, request("two"))["detail"]
     (tmp_path / "g.py").write_text(
         "def right(prompt, response, truth):\n    return 2.0 if response == 'yes' else 1.0\n"
     )
@@ -153,7 +180,7 @@ def test_several_functions_have_weights(tmp_path: Path, monkeypatch: pytest.Monk
         discover((), {"units": f"{tmp_path}/g.py:right + {tmp_path}/f.py:right"}).plugin_of_task("units")
     )
     assert judge(same, request("no"))["parts"] == {"right": 1.0, "right_2": 0.0}
-    assert "right returned 2.0: expected a number from 0 to 1" in judge(same, request("yes"))["detail"]
+    assert "right returned 2.0 (float): expected a number from 0 to 1" in judge(same, request("yes"))["detail"]
     with pytest.raises(ConfigError, match="expected a weight above 0"):
         discover((), {"units": f"{tmp_path}/f.py:right*0"})
     with pytest.raises(ConfigError, match="expected a number as weight"):
@@ -224,6 +251,8 @@ def test_the_function_of_the_page_asks_a_server_and_may_wait_four_times_its_time
     server.server_close()
     assert verdict["score"] == (None if score is None else pytest.approx(score))
     assert verdict["failure"] == (None if score is not None else "infrastructure")
+    cure = "raise rewards.functions_time_s (docs/howto/reward_server.md)"
+    assert verdict["detail"].endswith(cure) == (score is None)
 
 
 def test_the_command_scores_by_it(

@@ -143,7 +143,8 @@ def test_a_plugin_that_uses_up_its_cpu_time_is_a_timeout_and_the_worker_is_repla
         (before,) = (worker.process.pid for worker in pool.workers)
         verdict = await judged(pool, how)
         assert (verdict["score"], verdict["correct"], verdict["failure"]) == (0.0, False, "timeout")
-        assert verdict["detail"] == "plugin 'odd': over the time budget of 0.4 s of CPU"
+        fix = "Fix, if it needs more: rewards.plugins.odd.time_budget_s"
+        assert verdict["detail"] == f"plugin 'odd': over the time budget of 0.4 s of CPU. {fix}"
         assert (await judged(pool, "fine"))["score"] == 1.0
         (after,) = (worker.process.pid for worker in pool.workers)
         assert after != before
@@ -168,11 +169,17 @@ def test_programs_in_the_sandbox_have_no_part_in_the_plugin_s_time(plugins: Path
 @pytest.mark.parametrize(
     ("used", "queued_s", "stopped", "failure", "says"),
     [
-        (0.985, 0.0, False, "timeout", "over the time budget of 0.05 s of CPU"),
-        (0.975, 0.0, False, "infrastructure", "for a busy CPU: the plugin waits for something else"),
-        (0.0, 0.09, False, "infrastructure", "waited 0.1 s for a busy CPU: the plugin waits for something else"),
-        (0.0, 9.0, False, "infrastructure", "waited 9.0 s for a busy CPU: the machine is too busy"),
-        (0.0, 9.0, True, "infrastructure", ": its process is stopped"),
+        (0.985, 0.0, False, "timeout", "over the time budget of 0.05 s of CPU. Fix"),
+        (0.975, 0.0, False, "infrastructure", "for a busy CPU: the plugin waits for something else. Fix"),
+        (0.0, 0.09, False, "infrastructure", "waited 0.1 s for a busy CPU: the plugin waits for something else. Fix"),
+        (
+            0.0,
+            9.0,
+            False,
+            "infrastructure",
+            "waited 9.0 s for a busy CPU: the machine is too busy. Fix: fewer rewards.workers",
+        ),
+        (0.0, 9.0, True, "infrastructure", ": its process is stopped. Fix"),
     ],
 )
 def test_a_late_worker_is_told_by_how_it_spent_its_time(
@@ -222,7 +229,8 @@ def test_a_plugin_that_hangs_is_infrastructure_and_the_worker_is_replaced(
         verdict = await judged(pool, how)
         assert (verdict["score"], verdict["correct"], verdict["failure"]) == (None, None, "infrastructure")
         assert verdict["detail"].startswith("plugin 'odd': no verdict after ")
-        assert verdict["detail"].endswith("for a busy CPU: the plugin waits for something else")
+        assert "for a busy CPU: the plugin waits for something else. Fix: give its requests a time" in verdict["detail"]
+        assert verdict["detail"].endswith("raise rewards.plugins.odd.time_budget_s (docs/howto/reward_server.md)")
         assert verdict["detail"].removeprefix("plugin 'odd': ") in caplog.text
         assert (await judged(pool, "fine"))["score"] == 1.0
         assert not is_alive(before)
@@ -237,7 +245,7 @@ def test_a_worker_that_is_stopped_gives_no_score(plugins: Path) -> None:
         os.kill(worker.process.pid, signal.SIGSTOP)
         verdict = await judged(pool, "fine")
         assert (verdict["score"], verdict["failure"]) == (None, "infrastructure")
-        assert verdict["detail"].endswith(": its process is stopped")
+        assert ": its process is stopped. Fix" in verdict["detail"]
         assert (await judged(pool, "fine"))["score"] == 1.0
 
     with_pool(steps)
@@ -252,7 +260,7 @@ def test_a_worker_without_a_cpu_gives_no_score(plugins: Path, monkeypatch: pytes
         with sharing_one_cpu([worker.process.pid], others=15):
             verdict = await judged(pool, "spin")
         assert (verdict["score"], verdict["failure"]) == (None, "infrastructure")
-        assert verdict["detail"].endswith(": the machine is too busy")
+        assert ": the machine is too busy. Fix" in verdict["detail"]
 
     with_pool(steps, budget_s=1.0)
 

@@ -34,6 +34,10 @@ LAPTOP_TEMPLATES = {
     "puzzles": "{problem}\nAnswer in <answer></answer>.",
 }
 
+_WARMUP_FIX = (
+    "cluster=laptop sets trainer.warmup.steps=110 for models of fewer than 20 million parameters."
+    " Fix: trainer.warmup.steps=0, or put a correct response into the field 'meta.target'"
+)
 _DRAWS_PER_RECORD = 20  # a generator fails after this many repeated problems in a row, per record made so far
 _REASONING_GYM = "reasoning_gym:"
 _MAKERS = (arithmetic, code, instructions, stem)
@@ -102,14 +106,10 @@ def warmup_target(record: Record) -> str:
     else:
         raise DataError(
             f"record '{record['id']}': without 'meta.target', a warm-up can use only records of the tasks puzzles and"
-            f" math; the task is '{record['task']}'."
-            " Fix: put a correct response into the field 'meta.target', or set trainer.warmup.steps=0"
+            f" math; the task is '{record['task']}'. {_WARMUP_FIX}"
         )
     if not isinstance(answer, str):
-        raise DataError(
-            f"record '{record['id']}': its answer is {answer!r}; a warm-up needs one string."
-            " Fix: put a correct response into the field 'meta.target', or set trainer.warmup.steps=0"
-        )
+        raise DataError(f"record '{record['id']}': its answer is {answer!r}; a warm-up needs one string. {_WARMUP_FIX}")
     return form.format(answer)
 
 

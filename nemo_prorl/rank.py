@@ -137,9 +137,9 @@ def build(cfg: Config, run_dir: Path, policy: Policy, stopping: Stopping) -> Tra
         blend=blend,
         collector=collector,
         records=records,
+        leader=leader,
         ledger=ledger,
         store=batches.store,
-        leader=leader,
     )
     validation = Validation(cfg, source.only(lambda source: source.heldout), rollouts, records)
     allowed = kl_after_reset(cfg)  # type: ignore[arg-type]
@@ -183,13 +183,13 @@ def build(cfg: Config, run_dir: Path, policy: Policy, stopping: Stopping) -> Tra
         checkpoints=checkpoints,
         control=control,
         records=records,
-        ledger=ledger,
         stopping=stopping,
         entropy=entropy,
         speed=speed,
         traces=traces,
         watchdog=watchdog,
         leader=leader,
+        ledger=ledger,
     )
 
 

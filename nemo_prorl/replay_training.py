@@ -116,13 +116,13 @@ def build(cfg: Config, folder: Path, policy: Any, plan: Plan) -> Trainer:
         checkpoints=nothing,
         control=nothing,
         records=records,
-        ledger=ledger,
         stopping=nothing,
         entropy=AdaptiveEntropy(cfg.trainer.grpo.adaptive_entropy),
         speed=UpdateSpeed(shape, num_ranks(cfg), device.card()),
         traces=nothing,
         watchdog=nothing,
         leader=leader,
+        ledger=ledger,
     )
 
 

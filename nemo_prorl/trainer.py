@@ -114,13 +114,13 @@ class Trainer:
     checkpoints: "Checkpoints"
     control: "Control"
     records: "Records"
-    ledger: "Ledger"
     stopping: "Stopping"
     entropy: AdaptiveEntropy
     speed: "UpdateSpeed"
     traces: "StepTraces"
     watchdog: "Watchdog"
     leader: "Leader"
+    ledger: "Ledger"
 
     # --- the loop --------------------------------------------------------------------------------------------------
 

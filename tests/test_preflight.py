@@ -142,7 +142,21 @@ class Parts:
             publish=self.note("publish"), sleep=self.note("sleep"), collector=alone.only(lambda: "a collector")
         )
         resets, entropy = SimpleNamespace(steps=[], emptied=[]), AdaptiveEntropy(cfg.trainer.grpo.adaptive_entropy)
-        parts: list[Any] = [rollouts, none, resets, checkpoints, none, none, none, entropy, none, none, none, alone]
+        parts: list[Any] = [
+            rollouts,
+            none,
+            resets,
+            checkpoints,
+            none,
+            none,
+            none,
+            entropy,
+            none,
+            none,
+            none,
+            alone,
+            none,
+        ]
         return Trainer(cfg, Policy(self.calls), TrainerState(), *parts)
 
 

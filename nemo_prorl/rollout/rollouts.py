@@ -71,9 +71,9 @@ class Rollouts:
         blend: LeaderOnly[Blend],
         collector: LeaderOnly[Collector],
         records: _Records,
+        leader: Leader,
         ledger: _Ledger,
         store: Callable[[int, Sequence[Group]], None],
-        leader: Leader,
     ) -> None:
         """Wrap the collector.  `store` keeps the groups that a step trains on (`lifecycle.batches`), on rank 0."""
         self.collector = collector

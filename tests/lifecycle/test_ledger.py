@@ -17,7 +17,8 @@ from nemo_prorl.lifecycle.ledger import read_ledger
 from nemo_prorl.lifecycle.ledger_diff import Norms, Parting, parting
 from nemo_prorl.planning.bisect import norms_of
 from nemo_prorl.trainer import Trainer
-from tests.lifecycle.small_run import Killed, SmallRun, config, killed_at
+from tests.lifecycle.faults import Killed, killed_at
+from tests.lifecycle.small_run import SmallRun, config
 from tests.lifecycle.small_store import SmallStore
 
 AT = 3  # step of the planted faults

@@ -372,7 +372,7 @@ def test_one_rank_of_each_node_writes_weights_in_the_folder_of_its_node(
     monkeypatch.setenv("LOCAL_RANK", local)
     monkeypatch.setenv("GROUP_RANK", "1")
     nothing: Any = None
-    store = Rollouts(cfg, tmp_path, nothing, nothing, nothing, nothing, nothing)._store
+    store = Rollouts(cfg, tmp_path, *[nothing] * 7)._store
     assert (store is not None) == writes
     if store is not None:
         assert store.folder == weights_folder(tmp_path, 1)

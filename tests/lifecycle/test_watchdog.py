@@ -160,7 +160,7 @@ def test_the_trainer_watches_a_step_without_what_follows(tmp_path: Path) -> None
     rollouts: Any = SimpleNamespace(await_next=lambda metrics: None)
     traces: Any = SimpleNamespace(step=lambda step: nullcontext())
     dog = watchdog(tmp_path, alarms)
-    Steps(cfg, no, progress, rollouts, no, no, no, no, no, no, no, no, traces, dog, no).train()
+    Steps(cfg, no, progress, rollouts, no, no, no, no, no, no, no, no, traces, dog, no, no).train()
     assert [step for step, _ in alarms] == [4]
 
 
@@ -186,7 +186,7 @@ def test_the_trainer_watches_what_follows_a_step(reset: str | None, kinds: list[
     records: Any = SimpleNamespace(log=lambda metrics: None)
     dog: Any = SimpleNamespace(watch=watch)
     progress = TrainerState(step=1)
-    trainer = Finished(Config(), no, progress, no, due, resets, due, control, records, no, no, no, no, dog, no)
+    trainer = Finished(Config(), no, progress, no, due, resets, due, control, records, no, no, no, no, dog, no, no)
     trainer.finish_step(Metrics(1, "none"))
     assert seen == kinds
 

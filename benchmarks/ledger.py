@@ -78,14 +78,14 @@ def rehearsal(folder: Path) -> list[str]:
     store_s, data = seconds(lambda: encode(groups))
     tokens = GROUPS * SAMPLES * TOKENS
     line = (folder / "ledger.jsonl").stat().st_size
-    updates_s = (UPDATES + 3) * part_s
+    updates_s = 4 * UPDATES * part_s
     together_s = rank0_s + rows_s + part_s + updates_s
     return [
         f"paper's size, {GROUPS} x {SAMPLES} responses of {TOKENS} tokens, {UPDATES} updates, {RANKS} ranks:",
         f"  rank 0, digests of the rollout           {rank0_s:6.2f} s",
         f"  a rank, digests of its {len(values_BT)} responses      {rows_s:6.2f} s",
         f"  a rank, its part of the weights          {part_s:6.2f} s",
-        f"  a rank, gradients, moments and masters    {updates_s:6.2f} s",
+        f"  a rank, four tensors in each update      {updates_s:6.2f} s",
         f"  together                                 {together_s:6.2f} s: 1 % of a step of {100 * together_s:.0f} s",
         f"  line of the ledger                       {line / 1e6:6.2f} MB per step",
         f"  stored batch                             {len(data) / 1e6:6.2f} MB, {len(data) / tokens:.2f} bytes a token",

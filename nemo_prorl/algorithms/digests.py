@@ -1,7 +1,7 @@
 """Digests of tensors: 64 bits that depend on each bit of each value and on its position.
 
-A digest is a sum over values modulo 2**64, so parts of a tensor can be summed on several ranks and in any order.  It
-finds accidental differences, such as a flipped bit or two values that changed places.  It does not stop an attacker.
+A digest is a sum over the bits of all values, each multiplied by an odd number of its position, modulo 2**64.  It finds
+accidental differences, such as a flipped bit or two values that changed places.  It does not stop an attacker.
 """
 
 import functools
@@ -15,21 +15,12 @@ _MODULO = 1 << 64
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}  # bytes of a value: the type of its bits
 
 
-def digest(value: Tensor, first: int = 0) -> int:
-    """Return the digest of a tensor, in 0..2**64 - 1; its shape does not count.
-
-    Args:
-        first: position of the first value, if `value` is a part of a larger tensor.
-    """
+def digest(value: Tensor) -> int:
+    """Return the digest of a tensor, in 0..2**64 - 1; its shape does not count."""
     flat = _bits(value).flatten()
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    start = 0
-    while start < len(flat):
-        block, at = divmod(first + start, _BLOCK)
-        part = flat[start : start + _BLOCK - at]
-        factors = _factors(str(flat.device))[at : at + len(part)]
-        total += (part.long() * factors).sum() * (_mixed(block) | 1)
-        start += len(part)
+    for block, part in enumerate(torch.split(flat, _BLOCK)):
+        total += (part.long() * _factors(str(flat.device))[: len(part)]).sum() * (_mixed(block) | 1)
     return int(total) % _MODULO
 
 

@@ -60,9 +60,8 @@ OBJECTS = {
     # of each update; the names begin with `update N/`
     "settings": Object("trainer", "values", "learning rate and coefficient of entropy"),
     "gradient": Object("trainer", "layers", "clipped gradient"),
-    # after the last update
-    "moments": Object("trainer", "layers", "Adam's moments after the updates"),
-    "masters": Object("trainer", "layers", "weights after the updates"),
+    "moments": Object("trainer", "layers", "Adam's moments after the update"),
+    "masters": Object("trainer", "layers", "weights after the update"),
 }
 
 
@@ -142,11 +141,12 @@ class Ledger:
 
     @_timed
     def update(self, **settings: float) -> None:
-        """Add the update that was just made: its settings and its gradient.  A collective."""
+        """Add the update that was just made: its settings, and what it computed.  A collective."""
         self._updates += 1
         update = f"update {self._updates}"
         self._objects[f"{update}/settings"] = {name: repr(value) for name, value in settings.items()}
-        self._objects[f"{update}/gradient"] = _by_layer(self.policy.digests("gradient")["gradient"])
+        for name, layers in self.policy.digests("gradient", "moments", "masters").items():
+            self._objects[f"{update}/{name}"] = _by_layer(layers)
 
     def end(self, metrics: Metrics) -> None:
         """Write the line of the step, and put the seconds that the ledger took into its metrics.  A collective."""
@@ -155,9 +155,6 @@ class Ledger:
 
     @_timed
     def _write(self, step: int) -> None:
-        if self._updates:
-            after = self.policy.digests("moments", "masters")
-            self._objects |= {name: _by_layer(layers) for name, layers in after.items()}
         every = self.policy.data_ranks.gather(self._rows)
         if not self.writes:
             return
@@ -206,8 +203,7 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
 
 def _place(name: str, order: Sequence[str]) -> tuple[int, int]:
     update, _, short = name.rpartition("/")
-    last = 1 << 30 if short in ("moments", "masters") else 0
-    return int(update.removeprefix("update ") or last), order.index(short)
+    return int(update.removeprefix("update ") or 0), order.index(short)
 
 
 def _by_layer(digests: Mapping[str, int]) -> dict[str, str]:

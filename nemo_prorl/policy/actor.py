@@ -9,7 +9,7 @@ The log-probability at position t is that of token t given the tokens before t, 
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -396,17 +396,21 @@ class Actor:
         """Return digests (`algorithms.digests`) of objects of the last update by layer, over all ranks.  A collective.
 
         Args:
-            objects: `weights`, those in use; `gradient`, clipped; `moments`, Adam's; `masters`, the float32 weights.
+            objects: `weights`, those in use; or `gradient`, clipped, `moments`, Adam's, and `masters`, the float32
+                weights.
 
         Returns:
             {layer: digest} of each object.
         """
-        rank, offset = parallel_state.get_tensor_model_parallel_rank(), get_transformer_layer_offset(self.module.config)
-        own: dict[tuple[str, str], int] = {}
-        for what, name, value, first in self._parts_of_state():
-            if what in objects and value is not None:
-                key = what, _layer_of(name, offset)
-                own[key] = own.get(key, 0) + named(f"{name} {rank}", digest(value, first))
+        parts: dict[tuple[str, str], list[Tensor]] = {}
+        offset = get_transformer_layer_offset(self.module.config)
+        for what, name, value in self._parts_of_state(objects):
+            parts.setdefault((what, _layer_of(name, offset)), []).append(value.detach().flatten())
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        own = {
+            (what, layer): named(f"{layer} {rank}", digest(torch.cat(values) if len(values) > 1 else values[0]))
+            for (what, layer), values in parts.items()
+        }
         every: list[Any] = [own] * (dist.get_world_size() if dist.is_initialized() else 1)
         if len(every) > 1:
             dist.all_gather_object(every, own)
@@ -415,21 +419,22 @@ class Actor:
             found[what][layer] = (found[what].get(layer, 0) + value) % (1 << 64)
         return found
 
-    def _parts_of_state(self) -> Iterator[tuple[str, str, Tensor | None, int]]:
-        """Yield (object, name, this rank's values, position of the first value in the parameter)."""
+    def _parts_of_state(self, objects: Collection[str]) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield (object, name of the parameter, this rank's values) for the objects of `digests`."""
+        if "weights" in objects and self.data_ranks.rank == 0:  # all data ranks have the same weights
+            yield from (("weights", name, p) for name, p in self.module.named_parameters())
+        if "gradient" not in objects:
+            return
         names = {id(p): name for name, p in self.module.named_parameters()}
-        if self.data_ranks.rank == 0:  # all data ranks have the same weights
-            yield from (("weights", name, p, 0) for name, p in self.module.named_parameters())
         for leaf in self._leaf_optimizers():
             buckets = (bucket for shards in leaf.gbuf_ranges for parts in shards.values() for bucket in parts)
-            for p, ranges in (item for bucket in buckets for item in bucket["param_map"].items()):
+            for p in (p for bucket in buckets for p in bucket["param_map"]):
                 group, index = leaf.model_param_group_index_map[p]
-                master = leaf.optimizer.param_groups[group]["params"][index]
-                name, first = names[id(p)], ranges["param"].start
-                yield "gradient", name, master.grad, first
-                yield "masters", name, master, first
-                for moment in _MOMENTS:
-                    yield "moments", f"{name} {moment}", leaf.optimizer.state[master][moment], first
+                master, name = leaf.optimizer.param_groups[group]["params"][index], names[id(p)]
+                if master.grad is not None:
+                    yield "gradient", name, master.grad
+                yield "masters", name, master
+                yield from (("moments", name, leaf.optimizer.state[master][moment]) for moment in _MOMENTS)
 
     # --- reference policy ------------------------------------------------------------------------------------------
 
@@ -457,7 +462,7 @@ class Actor:
 def _layer_of(name: str, offset: int) -> str:
     """Return `layer N` for a parameter of a layer, counted from 0 over all pipeline stages; its name for another."""
     match = re.match(r"decoder\.layers\.(\d+)\.", name)
-    return f"layer {int(match[1]) + offset}" if match else name.partition(" ")[0]
+    return f"layer {int(match[1]) + offset}" if match else name
 
 
 def load_optimizer(actor: Actor, param_state: Mapping[int, Mapping[str, Tensor]], step: int) -> None:

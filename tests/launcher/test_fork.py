@@ -19,12 +19,12 @@ from nemo_prorl.lifecycle.ledger_diff import parting
 
 
 def test_the_arms_that_have_names_and_those_of_overrides() -> None:
-    parent = settings.load(["trainer.grpo.prompts_per_step=6", "trainer.grpo.samples_per_prompt=8"])
+    parent = settings.load(["trainer.grpo.prompts_per_step=8", "trainer.grpo.samples_per_prompt=8"])
     assert arm_of("none", parent).overrides == ("chain.hard_reset=false",)
     assert arm_of("reset", parent).overrides == ("chain.hard_reset=true",)
     assert arm_of("broaden", parent).overrides[1:] == (
         "trainer.grpo.samples_per_prompt=16",
-        "trainer.grpo.prompts_per_step=3",
+        "trainer.grpo.prompts_per_step=4",
     )
     own = arm_of("model.optim.lr=1e-4 trainer.grpo.clip_high=0.3", parent)
     assert own.overrides[1:] == ("model.optim.lr=1e-4", "trainer.grpo.clip_high=0.3")

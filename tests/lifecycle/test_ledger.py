@@ -183,12 +183,12 @@ FAULTS: dict[Plant, tuple[str, str, str]] = {
     stale_tensor: ("sampling", "first", "sampling: temperature, or other weights in the engine"),
     flipped_bit: ("trainer", "weights", "trainer"),
     other_order_of_sums: ("trainer", "update 1/gradient", "order of sums"),
-    learning_rate: ("trainer", "masters", "optimizer"),
+    learning_rate: ("trainer", "update 1/masters", "optimizer"),
     rounded_head: ("trainer", "old_logp", "trainer"),
     temperature: ("sampling", "first", "sampling: temperature, or other weights in the engine"),
     dropped_group: ("selection", "groups", "data"),
     other_reference: ("trainer", "ref_logp", "trainer"),
-    other_moment: ("trainer", "moments", "optimizer"),
+    other_moment: ("trainer", "update 1/moments", "optimizer"),
 }
 
 

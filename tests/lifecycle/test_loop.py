@@ -30,7 +30,8 @@ from nemo_prorl.rollout.overlap import OneStepOff
 from nemo_prorl.rollout.rollouts import Rollouts
 from nemo_prorl.rollout.weights import weights_folder
 from nemo_prorl.trainer import Trainer
-from tests.lifecycle.small_run import LR, Killed, Ranks, SmallPolicy, SmallRun, config, parts_of
+from tests.lifecycle.faults import Killed
+from tests.lifecycle.small_run import LR, Ranks, SmallPolicy, SmallRun, config, parts_of
 from tests.lifecycle.test_control import age, answers, left, place
 from tests.lifecycle.test_hard_resets import same, saved, trained
 from tests.lifecycle.test_wiring import go

@@ -53,6 +53,7 @@ def wired(actor: Any, batch: Batch, loss: Any, denominator: float, out: Path) ->
     store = checkpoint_files.PolicyStore(actor)
     found |= saved_and_loaded(actor, store, update, out / "saved")
     found["after refused"] = after_refused(actor, store, update, batch, loss, saved=out / "saved")
+    found["digests"] = flipped(actor, update)
     found["failed"] = failed(store, out / "saved", out)
     found["held"] = held(actor, out)
     found["in turn"] = in_turn(actor, out)
@@ -102,6 +103,27 @@ def updates(actor: Any, update: Update) -> list[dict[str, Any]]:
         found[-1]["versions"] = actor.version - version
     leaf.config.clip_grad = limit
     return found
+
+
+def flipped(actor: Any, update: Update) -> dict[str, Any]:
+    """Objects and number of layers whose digests change if the last rank flips a bit of one of them."""
+    update()
+    objects = "weights", "gradient", "moments", "masters"
+    before, last = actor.digests(*objects), dist.get_rank() == dist.get_world_size() - 1
+    (leaf,) = actor._leaf_optimizers()
+    master = next(p for p in leaf.optimizer.param_groups[0]["params"] if p.numel())
+    tensors = {"gradient": master.grad, "moments": leaf.optimizer.state[master]["exp_avg_sq"], "masters": master}
+    found: dict[str, Any] = {"again": actor.digests(*objects) == before}
+    for name, tensor in tensors.items():
+        bits = tensor.data.view({4: torch.int32, 2: torch.int16}[tensor.element_size()]).view(-1)[-1:]
+        bits ^= int(last)
+        after = actor.digests(*objects)
+        bits ^= int(last)
+        changed = [
+            (what, layer) for what in objects for layer in before[what] if before[what][layer] != after[what][layer]
+        ]
+        found[name] = sorted({what for what, _ in changed}), len({layer for _, layer in changed})
+    return found | {"as before": actor.digests(*objects) == before, "layers": [len(before[what]) for what in objects]}
 
 
 def kept(actor: Any) -> Any:

@@ -64,6 +64,19 @@ def test_an_update_after_refused_ones_has_the_effect_that_it_has_without_them(la
 
 
 @layouts
+def test_a_flipped_bit_of_any_rank_changes_the_digest_of_its_object_and_layer(layout: Layout, found: Found) -> None:
+    """In 32 bits the optimizer's weights are those in use."""
+    digests = found["digests"]
+    assert digests["again"]
+    assert digests["as before"]
+    assert min(digests["layers"]) >= 3
+    for name in ("gradient", "moments", "masters"):
+        changed, layers = digests[name]
+        assert set(changed) - ({"weights"} if name == "masters" else set()) == {name}
+        assert layers == 1
+
+
+@layouts
 def test_an_update_has_the_temperature_that_is_given(layout: Layout, found: Found) -> None:
     losses = {given: update for given, _, update in found["temperatures"]}
     assert all(update == wanted for _, wanted, update in found["temperatures"])

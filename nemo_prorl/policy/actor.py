@@ -9,7 +9,7 @@ The log-probability at position t is that of token t given the tokens before t, 
 import logging
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -404,8 +404,9 @@ class Actor:
         """
         parts: dict[tuple[str, str], list[Tensor]] = {}
         offset = get_transformer_layer_offset(self.module.config)
-        for what, name, value in self._parts_of_state(objects):
-            parts.setdefault((what, _layer_of(name, offset)), []).append(value.detach().flatten())
+        for what, name, value in self._parts_of_state():
+            if what in objects:
+                parts.setdefault((what, _layer_of(name, offset)), []).append(value.detach().flatten())
         rank = dist.get_rank() if dist.is_initialized() else 0
         own = {
             (what, layer): named(f"{layer} {rank}", digest(torch.cat(values) if len(values) > 1 else values[0]))
@@ -419,12 +420,10 @@ class Actor:
             found[what][layer] = (found[what].get(layer, 0) + value) % (1 << 64)
         return found
 
-    def _parts_of_state(self, objects: Collection[str]) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield (object, name of the parameter, this rank's values) for the objects of `digests`."""
-        if "weights" in objects and self.data_ranks.rank == 0:  # all data ranks have the same weights
+    def _parts_of_state(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield (object, name of the parameter, this rank's values)."""
+        if self.data_ranks.rank == 0:  # all data ranks have the same weights
             yield from (("weights", name, p) for name, p in self.module.named_parameters())
-        if "gradient" not in objects:
-            return
         names = {id(p): name for name, p in self.module.named_parameters()}
         for leaf in self._leaf_optimizers():
             buckets = (bucket for shards in leaf.gbuf_ranges for parts in shards.values() for bucket in parts)

@@ -107,9 +107,9 @@ def trainer_of(cfg: Any, policy: Any, store: Any, groups: list[Any]) -> Any:
     records: Any = SimpleNamespace(alarm=lambda step, what: None)
     speed: Any = SimpleNamespace(metrics=lambda tokens, squares, seconds: {})
     none: Any = None
-    return Trainer(
-        cfg, policy, TrainerState(), rollouts, none, resets, none, none, records, none, none, speed, none, none, leader
-    )
+    ledger: Any = SimpleNamespace(**dict.fromkeys(("begin", "responses", "update", "end"), lambda *_, **named: None))
+    parts = (rollouts, none, resets, none, none, records, none, none, speed, none, none, leader, ledger)
+    return Trainer(cfg, policy, TrainerState(), *parts)
 
 
 def groups_of(ranks: int, rows: int, vocab: int) -> list[Any]:

@@ -109,14 +109,14 @@ def arm_of(text: str, parent: DictConfig) -> Arm:
         f"trainer.grpo.samples_per_prompt={2 * grpo.samples_per_prompt}",
         f"trainer.grpo.prompts_per_step={max(1, grpo.prompts_per_step // 2)}",
     )
-    named = {"none": ("chain.hard_reset=false",), "reset": ("chain.hard_reset=true",)}
-    named["broaden"] = ("chain.hard_reset=true", *wide)
+    keeps, resets = "chain.hard_reset=false", "chain.hard_reset=true"
+    named: dict[str, tuple[str, ...]] = {"none": (keeps,), "reset": (resets,), "broaden": (resets, *wide)}
     if text in named:
         return Arm(text, text, named[text])
     if "=" not in text:
         raise ConfigError(f"--arms {text}: expected none, reset, broaden, or overrides KEY=VALUE in quotes")
     own = tuple(text.split())
-    return Arm(text, re.sub(r"[^A-Za-z0-9._-]+", "_", text), ("chain.hard_reset=false", *own))
+    return Arm(text, re.sub(r"[^A-Za-z0-9._-]+", "_", text), (keeps, *own))
 
 
 def report(folders: Sequence[Path], arms: Sequence[Arm], steps: int) -> str:

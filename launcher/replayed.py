@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from nemo_prorl import settings
     from nemo_prorl.launcher import job
-    from nemo_prorl.replay_training import Plan
+    from nemo_prorl.replay_training import ReplayPlan
 
     run_dir = args.run_dir.absolute()
     first, last = args.first, args.first if args.last is None else args.last
@@ -65,7 +65,14 @@ def run(args: argparse.Namespace) -> int:
     (folder / "config.yaml").write_text(settings.resolved_yaml(cfg))
     resets = {step: reset for step, reset in Journal(run_dir).resets().items() if before < step <= last}
     chain = original[before]["chain"] if before in original else ""
-    Plan(str(run_dir), checkpoint and str(checkpoint), before, last, chain, resets).write(folder)
+    ReplayPlan(
+        run_dir=str(run_dir),
+        checkpoint=None if checkpoint is None else str(checkpoint),
+        before=before,
+        last=last,
+        chain=chain,
+        resets=resets,
+    ).write(folder)
     if code := job.replay(cfg, folder):
         return code
     return report(run_dir, folder, range(first, last + 1), bool(args.changed))

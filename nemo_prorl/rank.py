@@ -130,17 +130,8 @@ def build(cfg: Config, run_dir: Path, policy: Policy, stopping: Stopping) -> Tra
     collector.run_on_leader(lambda collector: stopping.set_abandon(collector.abandon))
     batches = Batches(run_dir, cfg.trainer.grpo, records.alarm)
     ledger = Ledger(run_dir / "ledger.jsonl", leader.rank == 0, actor)
-    rollouts = Rollouts(
-        cfg,
-        run_dir,
-        actor,
-        blend=blend,
-        collector=collector,
-        records=records,
-        leader=leader,
-        ledger=ledger,
-        store=batches.store,
-    )
+    kept = {"records": records, "leader": leader, "ledger": ledger, "store": batches.store}
+    rollouts = Rollouts(cfg, run_dir, actor, blend=blend, collector=collector, **kept)  # type: ignore[arg-type]
     validation = Validation(cfg, source.only(lambda source: source.heldout), rollouts, records)
     allowed = kl_after_reset(cfg)  # type: ignore[arg-type]
     resets = Resets(

@@ -43,7 +43,7 @@ PLAN = "replay.json"
 
 
 @dataclass(frozen=True)
-class Plan:
+class ReplayPlan:
     """What to train again.
 
     `checkpoint`: of the run; None: from the weights that the run began with.  `before`: step of these weights.
@@ -61,7 +61,7 @@ class Plan:
         (folder / PLAN).write_text(json.dumps(asdict(self)))
 
     @classmethod
-    def read(cls, folder: Path) -> "Plan":
+    def read(cls, folder: Path) -> "ReplayPlan":
         plan = json.loads((folder / PLAN).read_text())
         return cls(**{**plan, "resets": {int(step): reset for step, reset in plan["resets"].items()}})
 
@@ -94,7 +94,7 @@ class StoredRollouts:
         return judged.dealt([torch.cat(rows).tolist() for rows in updates])
 
 
-def build(cfg: Config, folder: Path, policy: Any, plan: Plan) -> Trainer:
+def build(cfg: Config, folder: Path, policy: Any, plan: ReplayPlan) -> Trainer:
     """Build the parts of a trainer that its `train_step` uses.  A collective."""
     actor, leader, nothing = policy.actor, policy.leader, None  # type: Any, Leader, Any
     records = Records(cfg, folder, leader.rank == 0)
@@ -128,12 +128,13 @@ def build(cfg: Config, folder: Path, policy: Any, plan: Plan) -> Trainer:
 
 def replay(cfg: Config, folder: Path) -> None:
     """Load the weights before the first step, and train the steps of the plan with their stored batches."""
-    plan = Plan.read(folder)
+    plan = ReplayPlan.read(folder)
     policy = rank.Policy(cfg, folder)
     trainer, store = build(cfg, folder, policy, plan), policy.store(cfg)
     if plan.checkpoint is not None:
         state = store.load(Path(plan.checkpoint))
-        trainer.progress.load_state_dict({**state["trainer"], "unfinished": None})
+        trainer.progress.load_state_dict(state["trainer"])
+        trainer.progress.unfinished = None
         trainer.entropy.load_state_dict(state["entropy"])
         trainer.resets.done, trainer.resets.fresh = list(state["resets"]["done"]), bool(state["resets"]["fresh"])
     checkpoints = Path(plan.run_dir) / "checkpoints"

@@ -101,11 +101,8 @@ def _kind(
         **{"prompts": "data", "versions": "scheduling", "tokens": "sampling", "engine_logp": "engine arithmetic"},
         **{"verdicts": "reward", "settings": "configuration", "moments": "optimizer", "masters": "optimizer"},
     }
-    if (
-        short not in kinds
-        and len(different) > 1
-        and sorted(map(mine.get, different)) == sorted(map(other.get, different))
-    ):
+    values = (sorted(found.get(part, "") for part in different) for found in (mine, other))
+    if short not in kinds and len(different) > 1 and len({tuple(found) for found in values}) == 1:
         return "trainer: the same values in other rows"
     return kinds.get(short, "trainer")
 

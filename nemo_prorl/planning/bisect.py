@@ -28,14 +28,14 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print where the runs part; return 0 if they are equal, otherwise 1.  Raises ConfigError without ledgers."""
-    ledgers = [read_ledger(folder) for folder in (args.first, args.second)]
-    for folder, ledger in zip((args.first, args.second), ledgers, strict=True):
+    first, second = read_ledger(args.first), read_ledger(args.second)
+    for folder, ledger in ((args.first, first), (args.second, second)):
         if not ledger:
             raise ConfigError(f"{folder}: expected a run directory with a ledger.jsonl; it has none, or no whole step")
-    common = sorted(ledgers[0].keys() & ledgers[1].keys())
+    common = sorted(first.keys() & second.keys())
     if not common:
         raise ConfigError(f"{args.first} and {args.second} have no step in common")
-    found = parting(*ledgers, norms=Norms(*(norms_of(folder) for folder in (args.first, args.second))))
+    found = parting(first, second, Norms(norms_of(args.first), norms_of(args.second)))
     differences = other_settings(args.first, args.second)
     if args.json:
         value = {"equal": found is None, "steps": [common[0], common[-1]], "settings": differences}
@@ -64,7 +64,7 @@ def other_settings(first: Path, second: Path) -> str:
     files = [folder / "config.yaml" for folder in (first, second)]
     if not all(file.is_file() for file in files):
         return ""
-    return changes(*(read_config(file) for file in files), sections=FORKED)
+    return changes(read_config(files[0]), read_config(files[1]), FORKED)
 
 
 def values(first: Path, second: Path, found: Parting) -> list[str]:

@@ -441,11 +441,6 @@ class Actor:
         """Copy the weights in use, in their dtype, to the reference policy; KL is exactly 0 right after."""
         self.stored_reference.set()
 
-    @property
-    def reference(self) -> Mapping[str, Tensor]:
-        """The rank's parameters of the reference policy by name, on the CPU; `set_reference` overwrites them."""
-        return self.stored_reference.tensors
-
     def reference_weights(self) -> AbstractContextManager[None]:
         """Context manager in which the model computes with the reference policy's weights instead of its own.
 

@@ -130,7 +130,7 @@ def _reference_of(actor: Actor) -> Callable[[Any], Any]:
 
     def put(value: Any) -> Any:
         if isinstance(value, ShardedTensor | ShardedTensorFactory):
-            value.data = actor.reference[names[id(value.data)]]
+            value.data = actor.stored_reference.tensors[names[id(value.data)]]
         return value
 
     return put

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_prorl import replay_training
+from nemo_prorl import rank, replay_training
 from nemo_prorl.config import GRPOConfig, ResetsConfig
 from nemo_prorl.errors import DataError
 from nemo_prorl.lifecycle import batches as batches_module
 from nemo_prorl.lifecycle.batches import Batches, batch_file, read_batch, stored_batch
+from nemo_prorl.lifecycle.journal_events import Reset
 from nemo_prorl.lifecycle.ledger import read_ledger
 from nemo_prorl.lifecycle.ledger_diff import Norms, Parting, parting
 from nemo_prorl.planning.bisect import norms_of
@@ -252,13 +253,22 @@ def replayed(run: SmallRun, monkeypatch: pytest.MonkeyPatch, checkpoint: int, la
     other = SmallRun(replace(run.cfg, trainer=replace(run.cfg.trainer, grpo=replace(run.cfg.trainer.grpo, **grpo))))
     policy = other._policy(monkeypatch)
     policy.store = lambda cfg: SmallStore(other.policy)
-    monkeypatch.setattr(replay_training.rank, "Policy", lambda cfg, run_dir: policy)
+    monkeypatch.setattr(rank, "Policy", lambda cfg, run_dir: policy)
     folder.mkdir()
     path = run.folder / "checkpoints" / f"step-{checkpoint:06d}" if checkpoint else None
     lines = lines_of(run)
-    resets = {4: {"step": 4, "reason": "at_steps", "reference_sha256": ""}} if checkpoint < 4 < last else {}
+    resets: dict[int, Reset] = (
+        {4: {"step": 4, "reason": "at_steps", "reference_sha256": ""}} if checkpoint < 4 < last else {}
+    )
     chain = lines[checkpoint]["chain"] if checkpoint else ""
-    replay_training.Plan(str(run.folder), path and str(path), checkpoint, last, chain, resets).write(folder)  # type: ignore[arg-type]
+    replay_training.ReplayPlan(
+        run_dir=str(run.folder),
+        checkpoint=None if path is None else str(path),
+        before=checkpoint,
+        last=last,
+        chain=chain,
+        resets=resets,
+    ).write(folder)
     replay_training.replay(other.cfg, folder)
     return read_ledger(folder)
 

@@ -238,7 +238,7 @@ def measure(layout: Layout, out: Path) -> None:
 
 
 def places(actor: Any) -> list[int]:
-    return [tensor.data_ptr() for tensor in actor.reference.values()]
+    return [tensor.data_ptr() for tensor in actor.stored_reference.tensors.values()]
 
 
 @contextmanager

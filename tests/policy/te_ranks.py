@@ -151,7 +151,7 @@ def as_on_a_gpu(actor: Any, case: Case, out: Path) -> dict[str, Any]:
     scale = real / sum(p.nbytes for p in actor.module.parameters())
     vars(whole_weights)["PIECE"], piece = max(1, int(PIECE / scale)), PIECE
     found: dict[str, Any] = {}
-    host = list(actor.reference.values())
+    host = list(actor.stored_reference.tensors.values())
     with fake_gpu(host) as live:
         places = [p.data_ptr() for p in actor.module.parameters()]
         with actor.reference_weights():
@@ -165,7 +165,7 @@ def as_on_a_gpu(actor: Any, case: Case, out: Path) -> dict[str, Any]:
         ("loading", lambda: checkpoint_files.PolicyStore(actor).load(out / "checkpoints" / f"{case.name}-2")),
     ):
         actor.stored_reference._sha256 = None
-        with fake_gpu(list(actor.reference.values())) as live:
+        with fake_gpu(list(actor.stored_reference.tensors.values())) as live:
             work()
         found[name] = scale * live.peak
     vars(whole_weights)["PIECE"] = piece

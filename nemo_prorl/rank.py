@@ -159,9 +159,7 @@ def build(cfg: Config, run_dir: Path, policy: Policy, stopping: Stopping) -> Tra
         leader=leader,
     )
     requests = leader.only(lambda: Requests(run_dir, Journal(run_dir), records.alarm))
-    control = Control(requests, validation, checkpoints, stopping, batches)
     services = {"engine": cfg.rollout.engines, "rewards": cfg.trainer.num_nodes}
-    traces = StepTraces(run_dir, cfg.trainer.trace_steps, leader.rank, ranks, services)
     watchdog = Watchdog(leader.rank, ranks, run_dir, records.alarm)
     collector.run_on_leader(lambda collector: watchdog.set_waiting(collector.waiting))
     return Trainer(
@@ -172,12 +170,12 @@ def build(cfg: Config, run_dir: Path, policy: Policy, stopping: Stopping) -> Tra
         validation=validation,
         resets=resets,
         checkpoints=checkpoints,
-        control=control,
+        control=Control(requests, validation, checkpoints, stopping, batches),
         records=records,
         stopping=stopping,
         entropy=entropy,
         speed=speed,
-        traces=traces,
+        traces=StepTraces(run_dir, cfg.trainer.trace_steps, leader.rank, ranks, services),
         watchdog=watchdog,
         leader=leader,
         ledger=ledger,

@@ -314,7 +314,15 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "launch --container-mounts",
     ),
     "tests/lifecycle/test_control.py::test_the_command_asks_waits_and_says_the_answer": ("control what=reset",),
-    "tests/test_main_job.py::test_a_run_can_be_asked_why": ("bisect RUN", "bisect OTHER", "replay-training --with"),
+    "tests/test_main_job.py::test_a_run_can_be_asked_why": (
+        *("bisect RUN", "bisect OTHER", "bisect --json", "replay-training --with"),
+    ),
+    "tests/test_main_job.py::replay": ("replay-training RUN", "replay-training --from", "replay-training --to"),
+    "tests/lifecycle/test_control.py::test_stored_batches_are_kept_on_request": ("control what=keep-batches",),
+    "tests/launcher/test_fork.py::test_equal_arms_are_equal_to_the_bit": (
+        *("fork RUN", "fork --checkpoint", "fork --checkpoint=newest", "fork --checkpoint=best", "fork --arms"),
+        *("fork --steps", "fork --out", "fork --dry-run"),
+    ),
     "tests/lifecycle/test_control.py::test_without_a_wait_it_returns_the_id": ("control --wait=0",),
     "tests/lifecycle/test_control.py::test_without_an_answer_the_request_stays": ("control --wait",),
     "tests/test_docs_commands.py::test_the_doctor_and_its_preflight": ("doctor --rows",),

@@ -174,9 +174,12 @@ def assert_equal_to_the_bit(undisturbed: Path, disturbed: Path) -> None:
 def test_a_run_can_be_asked_why(undisturbed: Path, disturbed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Equal runs have equal ledgers; stored steps train again without engines, also across the reset after step 2."""
     assert cli.main(["bisect", str(undisturbed), str(disturbed)]) == 0
-    assert replay(undisturbed, 1, STEPS) == 0
     told = capsys.readouterr().out
     assert told.startswith(f"equal in steps 1 to {STEPS}\n")
+    assert cli.main(["bisect", str(undisturbed), str(disturbed), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["equal"] is True
+    assert replay(undisturbed, 1, STEPS) == 0
+    told = capsys.readouterr().out
     assert told.count(" equal ") == STEPS
     logs = {log.stem for log in (undisturbed / "replays" / f"1-{STEPS}" / "logs").glob("*.log")}
     assert logs == {"all", "trainer-0"}
@@ -185,6 +188,7 @@ def test_a_run_can_be_asked_why(undisturbed: Path, disturbed: Path, capsys: pyte
 
 
 def replay(run: Path, first: int, last: int, *options: str) -> int:
+    """Return the exit code of `prorl replay-training`."""
     return cli.main(["replay-training", str(run), "--from", str(first), "--to", str(last), *options])
 
 

@@ -98,8 +98,9 @@ def test_equal_arms_are_equal_to_the_bit(
     """The third arm says what is so already.  The reset arm begins with a KL of 0; the others do not."""
     same = "trainer.grpo.clip_high=0.4"
     words = ["fork", str(undisturbed), "--checkpoint", "2", "--arms", "none", "reset", same, "--steps", "3"]
-    assert cli.main([*words, "--dry-run", "--out", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.count("prorl train --config") == 3
+    for which in ("newest", "best"):
+        assert cli.main(["fork", str(undisturbed), "--checkpoint", which, "--steps", "3", "--dry-run"]) == 0
+        assert capsys.readouterr().out.count("prorl train --config") == 2
     assert cli.main([*words, "--out", str(tmp_path)]) == 0
     none, reset, again = (read_ledger(tmp_path / fork.arm_of(arm, parent(undisturbed)).name) for arm in words[5:8])
     assert parting(none, again) is None

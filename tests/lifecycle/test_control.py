@@ -18,7 +18,7 @@ from nemo_prorl import cli
 from nemo_prorl.config import GRPOConfig
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.lifecycle import control
-from nemo_prorl.lifecycle.batches import Batches
+from nemo_prorl.lifecycle.batches import Batches, stored_batch
 from nemo_prorl.lifecycle.control import Control, Request, Requests
 from nemo_prorl.lifecycle.records import Journal
 from nemo_prorl.metrics import Metrics
@@ -151,6 +151,21 @@ def test_all_requests_are_served_in_order_of_time(tmp_path: Path) -> None:
     assert validation["step"] == 3
     assert {(event["user"], event["host"]) for event in answers(tmp_path)} == {("ann", "login-1")}
     assert left(tmp_path) == []
+
+
+def test_stored_batches_are_kept_on_request(tmp_path: Path) -> None:
+    """`prorl control RUN keep-batches`."""
+
+    def ask(step: int) -> None:
+        if step == 3:
+            run.control.batches.store(3, [])
+            place(tmp_path, "keep-batches")
+
+    run = Run(tmp_path)
+    run.train(ask)
+    assert statuses(tmp_path) == [("r-1", "done", 3)]
+    assert answers(tmp_path)[0]["detail"] == "kept the batches of 1 steps: 3"
+    assert stored_batch(tmp_path, 3) == tmp_path / "batches" / "kept" / "step-000003.safetensors"
 
 
 def test_a_rules_reset_and_a_requested_one_are_one() -> None:

@@ -35,7 +35,7 @@ from nemo_prorl.migration.converted import (
 )
 from nemo_prorl.migration.files import SCRIPT
 from nemo_prorl.migration.names import known, meant, table
-from nemo_prorl.migration.shell import UNREAD, Expression
+from nemo_prorl.migration.shell import PASSED_ON, UNREAD, Expression
 from nemo_prorl.migration.trainers import RULES
 
 _LIMIT = {"model.micro_batch_tokens": 16384, "rollout.max_batched_tokens": 16384}  # of cluster=h100_4x8
@@ -132,6 +132,8 @@ def _is_usable(theirs: str, ours: str, value: Any, made: Converted) -> bool:
 def _sort_rest(made: Converted, named: Mapping[str, Any], trainer: str) -> None:
     """Sort the settings that no rule took into differences, settings that need no override, and those left over."""
     tables = table(trainer)
+    if made.take(PASSED_ON):
+        made.differs.insert(0, 'the script passes its own arguments on ("$@"): what you give it is not read here')
     _sort_neutral(made, named, tables)
     for key in list(made.rest):
         value, last = made.take(key), key.rsplit(".", 1)[-1]

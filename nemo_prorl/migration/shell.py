@@ -13,7 +13,9 @@ import yaml
 # Marks what cannot be evaluated; the text behind the mark is the script's.
 _UNKNOWN = "\ue000"
 UNREAD = "?"  # begins the key of something that was not read; the value says what the user should do
-_ARGUMENTS = re.compile(r'"\$([@*]|\{[@*][^}"]*\})"')  # of the script itself: none
+_ARGUMENTS = re.compile(r'"\$([@*]|\{[@*][^}"]*\})"')  # of the script itself, in quotation marks
+PASSED_ON = "passed_on"  # key of the arguments of the script itself, which only its caller knows
+_PASSED_ON = f" --{PASSED_ON} "
 _COMMENT = re.compile(r"^\s*#.*\n", re.M)
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.S)
 _ASSIGNED = re.compile(r"\s*((export|declare|local|readonly)\s+(-\w+\s+)*)?[A-Za-z_]\w*\+?=")
@@ -79,8 +81,8 @@ class Script:
     def __init__(self, text: str) -> None:
         self.files: dict[str, str] = {}
         self._documents: list[tuple[str, bool]] = []  # text, and whether variables in it get their values
-        self._text = self._without_documents(_ARGUMENTS.sub("", text))
-        self._known = {"HOME": os.path.expanduser("~"), "@": "", "*": ""}
+        self._text = self._without_documents(_ARGUMENTS.sub(_PASSED_ON, text))
+        self._known = {"HOME": os.path.expanduser("~"), "@": _PASSED_ON, "*": _PASSED_ON}
         self._arrays: dict[str, list[str]] = {}
 
     def commands(self) -> Iterator[Command]:
@@ -233,7 +235,7 @@ def _command(words: list[str], document: str | None) -> Command | None:
     start = min([*modules[:1], *files[:1]], default=pythons[0] if pythons else -1)
     if start < 0:
         settings = list(_of_words(words))
-        is_trainer = words[0] != "ray" and any(not key.startswith(UNREAD) for key, _ in settings)
+        is_trainer = words[0] != "ray" and any(not key.startswith((UNREAD, PASSED_ON)) for key, _ in settings)
         return Command(None, [], settings) if is_trainer else None
     is_module = start in modules
     launcher = [pair for pair in _of_words(words[:start]) if pair[0] in LAUNCH]

@@ -159,9 +159,10 @@ def _trl_processes(made: Converted) -> int | None:
     nodes = int(given.get("nnodes") or given.get("num_machines") or given.get("num_nodes") or 1)
     each = given.get("nproc_per_node") or given.get("num_gpus")
     if each is None and "num_processes" not in given:
-        made.notes.append(
-            "TRL's batch is that of one process. No file says how many there are, so one was assumed: for N processes"
-            " convert a shell script with `accelerate launch --num_processes N FILE.py`"
+        made.differs.insert(
+            0,
+            f"one process was assumed, because no file says how many there are: N processes have N times {PROMPTS};"
+            " for them convert a shell script with `accelerate launch --num_processes N FILE.py`",
         )
     whole = int(given["num_processes"]) if each is None and "num_processes" in given else int(each or 1) * nodes
     made.overrides |= {"trainer.num_nodes": nodes, "trainer.devices": max(1, whole // nodes)}

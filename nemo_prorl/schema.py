@@ -49,6 +49,7 @@ METRICS = {
     " clipped_high clipped_low dual_clipped nonfinite lr entropy_coef padding",
     "time": "publish rollout logprobs advantages updates ahead validate step",
     "time/ahead": "engines_wait_s",
+    "time/ledger": "seconds",
     "time/step": "tokens_per_s_per_device",
     "time/updates": "tokens tflops_per_device mfu",
     "time/rollout": "engine_s reward_open_s reward_wait_s sleep_s tokens_per_s responses tail_s tail_responses idle_s"

@@ -84,7 +84,7 @@ ELSEWHERE = {  # why not here
 def way_of(page: str, words: Words) -> str:
     """What a command counts as; raises for one that nothing here runs."""
     program = Path(words[0]).name
-    if page in ("plugins.md", "paper.md", "own_benchmark.md", "own_loss.md"):
+    if page in ("plugins.md", "paper.md", "own_benchmark.md", "own_loss.md", "ask_a_run.md", "fork.md"):
         return page
     if page == "container.md" and program in ("docker", "enroot", "srun"):
         return "container"

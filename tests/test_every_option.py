@@ -56,6 +56,7 @@ KINDS: dict[str, tuple[str, ...]] = {
 NO_KINDS = {
     *("data prepare --name", "data prepare --revision", "data prepare --prompt", "data prepare --agreement"),
     *("evaluate --checkpoint", "evaluate --as", "export-hf --checkpoint", "doctor --rollout-python"),
+    *("fork --checkpoint", "fork --arms"),
     "check-function kind",
 }
 

@@ -57,6 +57,12 @@ def origin(cfg: Config, run_dir: Path) -> Origin | None:
         fault = "is neither a run directory nor a checkpoint"
         if given is None:
             fault = f"follows {chain.after}, and there is no run in {folder}"
+        if left := complete(folder.parent) or complete(folder.parent / "checkpoints"):
+            names = ", ".join(path.name for path in left)
+            raise ConfigError(
+                f"{key}: this checkpoint does not exist or is not complete; {left[-1].parent} has {names}."
+                f" Fix: chain.start_from={left[-1]}"
+            )
         raise ConfigError(
             f"{key}: {fault}. Fix: train the previous stage first; or name its run directory or one of its checkpoints"
             " with chain.start_from=PATH; or begin with the initial model: chain.start_from=null chain.after=null"

@@ -9,7 +9,7 @@ import hydra
 import pytest
 from omegaconf import OmegaConf
 
-from nemo_prorl import cli, settings
+from nemo_prorl import __version__, cli, settings
 from nemo_prorl.errors import ConfigError, DataError
 from nemo_prorl.launcher.prepare import check_origin, prepare
 from nemo_prorl.lifecycle.retention import FORMAT
@@ -216,7 +216,7 @@ def test_another_stage_that_would_be_refused_is_a_remark(
     caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Step 250 is inside runs 1 to 3, 6 and 7 only.  Like the run, the plan judges the chosen stage."""
-    overrides = ["trainer.resets.at_steps=[250]", "chain.step_scale=1"]
+    overrides = ["trainer.resets.at_steps=[250]", "chain.step_scale=1", "data=domains"]
     assert cli.main(["plan", *overrides, "stage=run1"]) == 0
     assert "stage run4 of the same chain would be refused: trainer.resets.at_steps=[250]" in caplog.text
     table = capsys.readouterr().out.splitlines()
@@ -279,7 +279,7 @@ def test_a_plan_says_what_a_fork_starts_from_and_refuses_it_like_the_run(
         origin(settings.load_run(fork), Path("new"))  # type: ignore[arg-type]
     assert str(of_the_run.value) in caplog.text
     checkpoint.mkdir(parents=True)
-    (checkpoint / "state.json").write_text(json.dumps({"format": FORMAT, "step": 30}))
+    (checkpoint / "state.json").write_text(json.dumps({"format": FORMAT, "version": __version__, "step": 30}))
     caplog.clear()
     assert cli.main(["plan", *fork]) == 2
     with pytest.raises(ConfigError, match="expected a model folder, hf/ in it or init/ in its run") as of_the_run:
@@ -308,9 +308,31 @@ def test_a_plan_is_a_what_if_beside_a_run(tmp_path: Path, caplog: pytest.LogCapt
     words = ["run_dir=run", "model.optim.lr=1e-5"]
     with pytest.raises(ConfigError, match=r"model.optim.lr=1e-05 \(the run has 0.0002\)"):
         settings.load_run(words)
-    assert cli.main(["plan", *words]) == 0
+    assert cli.main(["plan", *words]) == 2
     assert "what if: run holds a run with another configuration: model.optim.lr=1e-05" in caplog.text
     assert "`prorl train` would refuse it" in caplog.text
+
+
+def test_a_plan_is_printed_and_ends_like_train_would(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """What this machine alone may lack is a warning."""
+    (tmp_path / "file").touch()
+    refused = "prorl: `prorl train` would refuse this run: "
+    for words, code, said in (
+        ("data.train=[{name: x, path: gone.jsonl}]", 2, f"{refused}data: 1 file is missing"),
+        ("data.train=[{name: x, path: /no/gone.jsonl}]", 0, "if it started on this machine, `prorl train` would"),
+        ("run_dir=file/x", 2, f"{refused}run_dir=file/x: expected a folder"),
+        ("stage=run2", 2, f"{refused}data.tasks="),
+        ("stage=run2 data=domains", 0, "this stage cannot begin yet: stage=run2: follows run1"),
+    ):
+        caplog.clear()
+        assert cli.main(["plan", *([words] if words.startswith("data") else words.split())]) == code
+        assert said in caplog.text
+        assert "run directory " in capsys.readouterr().out
+        dry = cli.main(["train", "--dry-run", *([words] if words.startswith("data") else words.split())])
+        assert dry == (2 if code or "/no/" in words else 0)
+        capsys.readouterr()
 
 
 def test_a_stage_that_does_not_fit_the_device_is_refused() -> None:

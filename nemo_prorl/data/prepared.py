@@ -70,7 +70,9 @@ def reasoning_gym_names() -> list[str]:
         for root in (spec and spec.submodule_search_locations) or ()
         for file in Path(root).rglob("*.py")
     )
-    return sorted(name for text in texts for name in re.findall(r'^DATASET_NAME = "(\w+)"', text, re.MULTILINE))
+    return sorted(
+        {name for text in texts for name in re.findall(r'(?:DATASET_NAME = |register_dataset\()"(\w+)"', text)}
+    )
 
 
 def preparing(path: str) -> str | None:

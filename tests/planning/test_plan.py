@@ -295,7 +295,8 @@ def test_a_plan_says_what_a_fork_starts_from_and_refuses_it_like_the_run(
         assert "unlike that run  nothing\n" in told
         assert "warm-up          none" in told
         assert re.search(rf"^>  none   {'no' if more else 'yes'}  ", told, re.MULTILINE)
-    assert cli.main(["plan", *fork, "trainer.grpo.kl_coef=0", "seed=7"]) == 0
+    no_difference = ["trainer.warmup.steps=0", "rollout.python=/usr/bin/python3"]
+    assert cli.main(["plan", *fork, "trainer.grpo.kl_coef=0", "seed=7", *no_difference]) == 0
     assert "unlike that run  seed=7 (was 1), trainer.grpo.kl_coef=0.0 (was 0.0001)\n" in capsys.readouterr().out
     assert cli.main(["plan", "run_dir=old"]) == 0
     assert "this run's own: it continues after step 30" in capsys.readouterr().out
@@ -311,6 +312,12 @@ def test_a_plan_is_a_what_if_beside_a_run(tmp_path: Path, caplog: pytest.LogCapt
     assert cli.main(["plan", *words]) == 2
     assert "what if: run holds a run with another configuration: model.optim.lr=1e-05" in caplog.text
     assert "`prorl train` would refuse it" in caplog.text
+    with pytest.raises(
+        ConfigError, match=r"max_steps=60: expected at least 120.*Fix: leave it out; `prorl control run"
+    ):
+        settings.load_run(["run_dir=run", "trainer.grpo.max_steps=60"])
+    with pytest.raises(ConfigError, match=r"model.optim.lr=1e-05 \(the run has 0.0002\)"):
+        settings.load_run(["model.optim.lr=1e-5"], tmp_path / "run" / "config.yaml")
 
 
 def test_a_plan_is_printed_and_ends_like_train_would(

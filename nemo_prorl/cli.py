@@ -157,7 +157,7 @@ def _add_parts(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     text = "print the run, its chain of stages and its memory as tables; needs no GPU"
     plan = _add(commands, "plan", _plan, text)
-    plan.description = f"{text}.  Exit code 2: `prorl train` would refuse the run, also on another machine."
+    plan.description = f"{text}.  Exit code 2: `prorl train` would refuse this run on any machine."
     _add_overrides(plan)
     plan.add_argument(
         "--mean-tokens",

@@ -51,8 +51,8 @@ def check_same_run(old: DictConfig, new: DictConfig) -> None:
     was, wanted = old.trainer.grpo.max_steps, new.trainer.grpo.max_steps
     if wanted < was:
         raise ConfigError(
-            f"trainer.grpo.max_steps={wanted}: expected at least {was}, the value that {old.run_dir} was started with."
-            f" Fix: leave it out; `prorl control {old.run_dir} stop` ends a run earlier, and run_dir=NEW"
+            f"trainer.grpo.max_steps={wanted}: expected at least {was}, the value that {old.run_dir} was started with.\n"
+            f"Fix: leave it out; `prorl control {old.run_dir} stop` ends a run earlier, and run_dir=NEW"
             " chain.start_from=CHECKPOINT begins another one with its weights"
         )
 

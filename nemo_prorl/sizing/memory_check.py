@@ -52,7 +52,7 @@ def check_memory(
         + (
             f"Fix: {who} with {'; or '.join(fits)}"
             if fits
-            else "No change of layout or batch makes it fit, nor do two of them"
+            else "No change of layout or batch makes it fit, nor do two of them. Fix: more GPUs, or a smaller model"
         )
     )
 

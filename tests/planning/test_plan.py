@@ -313,7 +313,7 @@ def test_a_plan_is_a_what_if_beside_a_run(tmp_path: Path, caplog: pytest.LogCapt
     assert "what if: run holds a run with another configuration: model.optim.lr=1e-05" in caplog.text
     assert "`prorl train` would refuse it" in caplog.text
     with pytest.raises(
-        ConfigError, match=r"max_steps=60: expected at least 120.*Fix: leave it out; `prorl control run"
+        ConfigError, match=r"max_steps=60: expected at least 120.*\nFix: leave it out; `prorl control run"
     ):
         settings.load_run(["run_dir=run", "trainer.grpo.max_steps=60"])
     with pytest.raises(ConfigError, match=r"model.optim.lr=1e-05 \(the run has 0.0002\)"):

@@ -51,7 +51,7 @@ def check_same_run(old: DictConfig, new: DictConfig) -> None:
     was, wanted = old.trainer.grpo.max_steps, new.trainer.grpo.max_steps
     if wanted < was:
         raise ConfigError(
-            f"trainer.grpo.max_steps={wanted}: expected at least {was}, the value that {old.run_dir} was started with.\n"
+            f"trainer.grpo.max_steps={wanted}: expected at least {was}, with which {old.run_dir} was started.\n"
             f"Fix: leave it out; `prorl control {old.run_dir} stop` ends a run earlier, and run_dir=NEW"
             " chain.start_from=CHECKPOINT begins another one with its weights"
         )

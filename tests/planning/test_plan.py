@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from nemo_prorl import __version__, cli, settings
 from nemo_prorl.errors import ConfigError, DataError
+from nemo_prorl.launcher import prepare as prepare_module
 from nemo_prorl.launcher.prepare import check_origin, prepare
 from nemo_prorl.lifecycle.retention import FORMAT
 from nemo_prorl.lifecycle.stages import origin
@@ -340,6 +341,14 @@ def test_a_plan_is_printed_and_ends_like_train_would(
         dry = cli.main(["train", "--dry-run", *([words] if words.startswith("data") else words.split())])
         assert dry == (2 if code or "/no/" in words else 0)
         capsys.readouterr()
+
+
+def test_a_run_directory_below_a_folder_that_is_missing_may_be_of_another_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prepare_module, "run_dir_fault", lambda folder: f"{folder} cannot be written")
+    for run_dir, elsewhere in (("/no_such_mount/runs/x", True), ("runs/x", False)):
+        assert [only for _, only in prepare_module.start_faults(settings.load([f"run_dir={run_dir}"]))] == [elsewhere]
 
 
 def test_a_stage_that_does_not_fit_the_device_is_refused() -> None:

@@ -119,9 +119,11 @@ def _fault_of_choice(name: str, value: Any, key: ConfigKey) -> str | None:
 
 
 def _pairs(cfg: DictConfig) -> Iterator[Fault]:
-    """Check lists of two numbers, and keys that exclude or need each other."""
+    """Check the run directory's name, lists of two numbers, and keys that exclude or need each other."""
     grpo, shaping = cfg.trainer.grpo, cfg.trainer.grpo.shaping
     prefix = "trainer.grpo.shaping"
+    if not cfg.run_dir:
+        yield "run_dir", "expected a folder; an empty text would be the current one. Fix: run_dir=runs/NAME"
     for name in ("cosine_correct", "cosine_wrong"):
         if len(shaping[name]) != 2:
             yield f"{prefix}.{name}", "expected two numbers: the reward at length 0 and at the longest response"

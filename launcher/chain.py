@@ -127,10 +127,10 @@ def _begin_from(args: argparse.Namespace) -> None:
 
 
 def _checkpoints(folder: Path) -> str:
-    """Return the checkpoints in a run directory, with their held-out scores; otherwise the form of a path."""
+    """Return the checkpoints of a run directory, or those beside a checkpoint that is gone; otherwise a path's form."""
     from nemo_prorl.lifecycle.retention import complete, step_of
 
-    checkpoints = complete(folder / "checkpoints")
+    checkpoints = complete(folder / "checkpoints") or complete(folder.parent)
     if not checkpoints:
         return "a folder such as RUN/checkpoints/step-000100"
     scores = json.loads((checkpoints[-1] / "state.json").read_text()).get("validation", {}).get("scores", {})

@@ -5,6 +5,7 @@ import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
@@ -12,7 +13,7 @@ from omegaconf import DictConfig
 
 from nemo_prorl.caches import cache_folder
 from nemo_prorl.config import Config
-from nemo_prorl.errors import ConfigError, UnfitMachine
+from nemo_prorl.errors import ConfigError, ProrlError, UnfitMachine
 from nemo_prorl.launcher.run_data import check_own_functions, check_prompts, check_rewards
 from nemo_prorl.sizing.cores import Cores
 
@@ -91,6 +92,32 @@ def check_beginning(cfg: DictConfig) -> None:
         raise ConfigError(fault)
 
 
+def start_faults(cfg: DictConfig) -> Iterator[tuple[ProrlError, bool]]:
+    """Yield each error with which `prorl train` would refuse the run, and whether another machine may not have it.
+
+    `settings.load_run` and `check_files` find other errors, `check_node` those of the machine.
+    """
+    from nemo_prorl.config_changes import check_same_run
+    from nemo_prorl.data.prepared import faults, is_elsewhere
+    from nemo_prorl.launcher.doctor.network import wandb_fault
+    from nemo_prorl.lifecycle.retention import check_continuable, complete
+    from nemo_prorl.settings import read_config
+
+    run_dir = Path(cfg.run_dir)
+    try:
+        if (saved := run_dir / "config.yaml").is_file():
+            check_same_run(read_config(saved), cfg)
+        if own := complete(run_dir / "checkpoints"):
+            check_continuable(own[-1])
+    except ProrlError as error:
+        yield error, False
+    yield from ((ConfigError(fault), is_elsewhere(cfg)) for fault in faults(cfg))
+    if fault := run_dir_fault(run_dir):
+        yield ConfigError(fault), _nearest(run_dir) == Path(run_dir.absolute().anchor)
+    if fault := wandb_fault(cfg, os.environ):
+        yield ConfigError(fault), True
+
+
 def check_origin(cfg: DictConfig) -> None:
     """Raise ConfigError if the stage can neither continue nor begin: its first checkpoint or model is missing."""
     from nemo_prorl.lifecycle.base_model import model_to_copy
@@ -112,8 +139,7 @@ def warn_of_origin(cfg: DictConfig) -> None:
 
 def run_dir_fault(run_dir: Path) -> str | None:
     """Return why the run directory cannot be made or written; None if it can.  Makes no folder."""
-    nearest = next(folder for folder in (run_dir.absolute(), *run_dir.absolute().parents) if os.path.lexists(folder))
-    fault = "is not a folder"
+    nearest, fault = _nearest(run_dir), "is not a folder"
     if nearest.is_dir():
         try:  # to ask for the rights is not enough: root has all of them, also in /proc or on a disk that is full
             with tempfile.TemporaryFile(dir=nearest):
@@ -121,6 +147,11 @@ def run_dir_fault(run_dir: Path) -> str | None:
         except OSError as error:
             fault = f"cannot be written ({error.strerror})"
     return f"run_dir={run_dir}: expected a folder that exists or can be made; {nearest} {fault}. Fix: run_dir=FOLDER"
+
+
+def _nearest(folder: Path) -> Path:
+    """Return the folder, or the nearest parent that exists."""
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
 
 
 def _warn_of_repeats(records: int, prompts: int) -> None:

@@ -4,11 +4,17 @@
 because a continued run may raise it; so is a number far outside what is published, because somebody may try it.
 """
 
+import math
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl.algorithms.reset_rules import LEAST_BASELINE, LEAST_DIFFERENCES
+from nemo_prorl.algorithms.schedule import learning_rate
+from nemo_prorl.errors import CheckpointError
+from nemo_prorl.lifecycle.retention import complete, read_state
 from nemo_prorl.sizing.memory import is_small
 
 # key: (least, most, source).  The sources are for language models; ours are wide ranges around them.
@@ -33,10 +39,82 @@ _CLIPS = {  # by trainer.grpo.loss; the other losses have no usual range
 }
 
 
-def cautions(cfg: DictConfig) -> Iterator[str]:
-    """Yield a warning for each probable mistake in a checked configuration."""
+def cautions(cfg: DictConfig, old: DictConfig | None = None) -> Iterator[str]:
+    """Yield a warning for each probable mistake in a checked configuration.
+
+    Args:
+        old: the saved configuration of the run in `run_dir`; None if there is no run.
+    """
+    state = _newest_state(cfg)
+    done = state.get("resets", {}).get("done", [])
     yield from _resets(cfg)
+    yield from _useless_resets(cfg, state.get("step", 0), [reset["step"] for reset in done])
+    if old is not None and state:
+        yield from _other_rate(cfg, old, state["step"] + 1, done)
     yield from _unusual(cfg)
+
+
+def _newest_state(cfg: DictConfig) -> dict[str, Any]:
+    """Return the state in the run's newest checkpoint; {} if there is none, or if it cannot be read."""
+    own = complete(Path(cfg.run_dir) / "checkpoints")
+    try:
+        return dict(read_state(own[-1])) if own else {}
+    except CheckpointError:  # the start of the run reports it
+        return {}
+
+
+def _useless_resets(cfg: DictConfig, made: int, done: list[int]) -> Iterator[str]:
+    """Find fixed resets that come too late, and a learning rate for resets that never happen.
+
+    Args:
+        made: steps that the run has made.
+        done: steps after which it made resets.
+    """
+    resets, last = cfg.trainer.resets, cfg.trainer.grpo.max_steps
+    key = f"trainer.resets.at_steps={sorted(resets.at_steps)}"
+    if past := sorted(step for step in set(resets.at_steps) - set(done) if step <= made):
+        yield (
+            f"{key}: no reset after {', '.join(map(str, past))}, because the run has made {made} steps. Fix: later"
+            f" steps, or a reset by hand: prorl control {cfg.run_dir} reset"
+        )
+    elif last in set(resets.at_steps) - set(done):
+        yield (
+            f"{key}: the reset after step {last} has no use in this run, because trainer.grpo.max_steps={last}. Fix:"
+            " an earlier step, or more steps"
+        )
+    planned = resets.every is not None or resets.at_steps or resets.mode == "auto" or done
+    begins = cfg.chain.hard_reset and (cfg.chain.after is not None or cfg.chain.start_from is not None)
+    empties = resets.parts != "reference" or resets.roll_back
+    fix = "only `prorl control RUN reset` would make one. Fix: trainer.resets.at_steps or every"
+    if resets.lr_warmup_steps and not ((planned or begins) and empties):
+        yield (
+            f"trainer.resets.lr_warmup_steps={resets.lr_warmup_steps}: no effect, because no reset of the optimizer is"
+            f" planned; {fix}, or model.optim.sched.warmup_steps for the start"
+        )
+    if resets.lr_factor != 1 and not planned:
+        yield f"trainer.resets.lr_factor={resets.lr_factor:g}: no effect, because no reset is planned; {fix}"
+
+
+def _other_rate(cfg: DictConfig, old: DictConfig, step: int, done: list[dict[str, Any]]) -> Iterator[str]:
+    """Warn if another number of steps changes the learning rate of the next step of a continued run.
+
+    Args:
+        done: hard resets that the run has made.
+    """
+    before, after = old.trainer.grpo.max_steps, cfg.trainer.grpo.max_steps
+    kept = cfg.trainer.resets.parts == "reference"
+    emptied = [reset["step"] for reset in done if not kept or "rolled_back_to" in reset]
+    resets, made, optim = cfg.trainer.resets, [reset["step"] for reset in done], cfg.model.optim
+    was, now = (
+        learning_rate(optim.lr, optim.sched, resets, step=step, steps=steps, done=made, emptied=emptied)
+        for steps in (before, after)
+    )
+    if step <= after and not math.isclose(was, now, rel_tol=0.01):
+        yield (
+            f"trainer.grpo.max_steps={after}: step {step}'s learning rate becomes {now:.3g} instead of {was:.3g},"
+            f" because the schedule of model.optim.sched now has {after} steps (the run had {before}). Fix: keep"
+            f" {before}, and begin another run at its end: run_dir=NEW chain.start_from={cfg.run_dir}"
+        )
 
 
 def _unusual(cfg: DictConfig) -> Iterator[str]:
@@ -52,10 +130,10 @@ def _unusual(cfg: DictConfig) -> Iterator[str]:
 def _resets(cfg: DictConfig) -> Iterator[str]:
     """Find settings of hard resets that have no effect."""
     resets, steps, held_out = cfg.trainer.resets, cfg.trainer.grpo.max_steps, bool(cfg.data.validation)
-    if resets.every is not None and resets.every > steps:
+    if resets.every is not None and resets.every >= steps:
         yield (
-            f"trainer.resets.every={resets.every}: no regular reset, because trainer.grpo.max_steps={steps}."
-            f" Fix: at most {steps}, or null"
+            f"trainer.resets.every={resets.every}: no regular reset before the last step, because"
+            f" trainer.grpo.max_steps={steps}. Fix: less than {steps}, or null"
         )
     planned = resets.every is not None or resets.at_steps or resets.mode == "auto"
     if planned and resets.parts == "reference" and cfg.trainer.grpo.kl_coef == 0:

@@ -4,6 +4,7 @@ Each check raises ConfigError with the full key, its value, the expected value, 
 checks read the files that the configuration names, and import OmegaConf and the standard library only.
 """
 
+import difflib
 import json
 import math
 import operator
@@ -19,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl.config import RESET_RULES, ConfigKey, SchedKeys, all_keys, num_data_ranks
 from nemo_prorl.data.hf_config import model_keys
-from nemo_prorl.data.prepared import GENERATORS
+from nemo_prorl.data.prepared import GENERATORS, reasoning_gym_names
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.own_functions import check_place, is_place
 from nemo_prorl.rollout.engine.vllm_internals import CPU_HEAD_SIZES
@@ -118,9 +119,11 @@ def _fault_of_choice(name: str, value: Any, key: ConfigKey) -> str | None:
 
 
 def _pairs(cfg: DictConfig) -> Iterator[Fault]:
-    """Check lists of two numbers, and keys that exclude or need each other."""
+    """Check the run directory's name, lists of two numbers, and keys that exclude or need each other."""
     grpo, shaping = cfg.trainer.grpo, cfg.trainer.grpo.shaping
     prefix = "trainer.grpo.shaping"
+    if not cfg.run_dir:
+        yield "run_dir", "expected a folder; an empty text would be the current one. Fix: run_dir=runs/NAME"
     for name in ("cosine_correct", "cosine_wrong"):
         if len(shaping[name]) != 2:
             yield f"{prefix}.{name}", "expected two numbers: the reward at length 0 and at the longest response"
@@ -454,8 +457,13 @@ def _source(key: str, source: DictConfig) -> Iterator[Fault]:
     if (source.path is None) == (source.generator is None):
         both = "both" if source.path else "neither"
         raise ConfigError(f"{key} ({source.name}): expected either path or generator; got {both}")
-    if source.generator not in (None, *GENERATORS) and not source.generator.startswith("reasoning_gym:"):
+    package, colon, dataset = str(source.generator).partition(":")
+    if source.generator not in (None, *GENERATORS) and package + colon != "reasoning_gym:":
         yield f"{key}.generator", f"expected one of {', '.join(GENERATORS)}, reasoning_gym:DATASET"
+    if colon and (known := reasoning_gym_names()) and dataset not in known:
+        near = [f"{package}:{name}" for name in difflib.get_close_matches(dataset, known, n=3)]
+        meant = f"Did you mean {' or '.join(near)}?" if near else f"Known: {', '.join(known)}"
+        yield f"{key}.generator", f"expected a dataset of reasoning-gym. {meant}"
     if source.generator is not None and source.size is None:
         yield f"{key}.size", "expected the number of records that the generator makes"
 

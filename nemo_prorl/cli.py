@@ -155,7 +155,9 @@ def _add_parts(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    plan = _add(commands, "plan", _plan, "print the run, its chain of stages and its memory as tables; needs no GPU")
+    text = "print the run, its chain of stages and its memory as tables; needs no GPU"
+    plan = _add(commands, "plan", _plan, text)
+    plan.description = f"{text}.  Exit code 2: `prorl train` would refuse this run on any machine."
     _add_overrides(plan)
     plan.add_argument(
         "--mean-tokens",
@@ -205,13 +207,12 @@ def _train(arguments: argparse.Namespace) -> int | None:
     from nemo_prorl import api, settings
 
     if arguments.dry_run:
-        from nemo_prorl.launcher.prepare import check_beginning, run_dir_fault, warn_of_origin
+        from nemo_prorl.launcher.prepare import start_faults, warn_of_origin
         from nemo_prorl.launcher.run_data import check_files
 
         cfg = settings.load_run(arguments.overrides, arguments.config)
-        if unwritable := run_dir_fault(Path(cfg.run_dir)):
-            raise ConfigError(unwritable)
-        check_beginning(cfg)
+        for error, _ in start_faults(cfg):
+            raise error
         check_files(cfg).tell()
         warn_of_origin(cfg)
         sys.stdout.write(settings.resolved_yaml(cfg))
@@ -233,22 +234,17 @@ def _warmup(arguments: argparse.Namespace) -> int | None:
     return result
 
 
-def _plan(arguments: argparse.Namespace) -> None:
+def _plan(arguments: argparse.Namespace) -> int:
     import json
 
     from nemo_prorl import settings
-    from nemo_prorl.data.prepared import faults
-    from nemo_prorl.launcher.prepare import run_dir_fault
+    from nemo_prorl.launcher.prepare import start_faults, warn_of_origin
     from nemo_prorl.launcher.run_data import check_files
     from nemo_prorl.planning import overview
     from nemo_prorl.planning.algorithm import algorithm
     from nemo_prorl.planning.plan import plan_chain, read_rates
 
     cfg = settings.load_run(arguments.overrides, arguments.config, need_files=False)
-    for fault in faults(cfg):
-        _log.warning("%s", fault)
-    if unwritable := run_dir_fault(Path(cfg.run_dir)):
-        _log.warning("%s", unwritable)
     checked = check_files(cfg, will_start=False)
     rates = read_rates(cfg, arguments.mean_tokens, arguments.tokens_per_s, arguments.measured)
     chain = plan_chain(cfg, arguments.overrides, rates, arguments.config)
@@ -258,6 +254,16 @@ def _plan(arguments: argparse.Namespace) -> None:
         sys.stdout.write(json.dumps(run | chain.as_json(), indent=1) + "\n")
     else:
         sys.stdout.write(overview.plan(cfg, chain, checked.words()))
+    sys.stdout.flush()
+    warn_of_origin(cfg)
+    code = 0
+    for error, only_here in start_faults(cfg):
+        if only_here:
+            _log.warning("if it started on this machine, `prorl train` would refuse this run: %s", error)
+        else:
+            _log.error("prorl: `prorl train` would refuse this run: %s", error)
+            code = code or error.exit_code
+    return code
 
 
 def _status(arguments: argparse.Namespace) -> None:

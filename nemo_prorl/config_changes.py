@@ -13,6 +13,7 @@ from nemo_prorl.lifecycle.retention import complete
 RECORDED = ("trainer.", "model.", "rollout.")  # sections whose changes the journal of a continued run records
 # Sections of a run that `prorl plan` compares with those of the run from which a fork begins.
 FORKED = (*RECORDED, "seed", "deterministic", "pretrained_checkpoint.", "rewards.", "data.")
+NOT_FORKED = ("trainer.warmup.", "rollout.python")  # a fork does not warm up, and each machine has its own Python
 
 
 def leaves(tree: Any, prefix: str = "", into_lists: bool = True) -> Iterator[tuple[str, Any]]:
@@ -50,7 +51,9 @@ def check_same_run(old: DictConfig, new: DictConfig) -> None:
     was, wanted = old.trainer.grpo.max_steps, new.trainer.grpo.max_steps
     if wanted < was:
         raise ConfigError(
-            f"trainer.grpo.max_steps={wanted}: expected at least {was}, the value that {old.run_dir} was started with"
+            f"trainer.grpo.max_steps={wanted}: expected at least {was}, with which {old.run_dir} was started.\n"
+            f"Fix: leave it out; `prorl control {old.run_dir} stop` ends a run earlier, and run_dir=NEW"
+            " chain.start_from=CHECKPOINT begins another one with its weights"
         )
 
 
@@ -62,7 +65,9 @@ def changes(old: DictConfig, new: DictConfig, sections: tuple[str, ...] = RECORD
     Args:
         sections: beginnings of the keys that count; default: training, layout and engines of a continued run.
     """
-    found = {key: both for key, both in _differences(old, new).items() if key.startswith(sections)}
+    skip = NOT_FORKED if sections is FORKED else ()
+    differences = _differences(old, new).items()
+    found = {key: both for key, both in differences if key.startswith(sections) and not key.startswith(skip)}
     return ", ".join(f"{key}={wanted} (was {was})" for key, (was, wanted) in found.items())
 
 

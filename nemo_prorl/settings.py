@@ -129,9 +129,10 @@ def load_run(overrides: list[str], config_file: Path | None = None, need_files: 
         need_files: False if the caller starts nothing: missing data files (`data.prepared`) and missing weights are not
             an error, and a change that `check_same_run` refuses is only a warning.
     """
-    cfg = load(overrides, config_file, need_files)
+    _warn_of_repeated_keys(overrides)
+    cfg, old = load(overrides, config_file, need_files), None
     saved = Path(cfg.run_dir) / "config.yaml"
-    if saved.is_file() and not (config_file is not None and saved.samefile(config_file)):
+    if saved.is_file():
         old = read_config(saved)
         if config_file is None and not any(o.key_or_group in group_options() for o in _parse(overrides)):
             cfg = load(overrides, saved, need_files)
@@ -142,11 +143,21 @@ def load_run(overrides: list[str], config_file: Path | None = None, need_files: 
                 raise
             _log.warning("what if: %s `prorl train` would refuse it", first_line(error))
     check_heads(cfg)
-    for text in cautions(cfg):
+    for text in cautions(cfg, old):
         _log.warning("%s", text)
     if need_files:
         check_data(cfg)
     return cfg
+
+
+def _warn_of_repeated_keys(overrides: list[str]) -> None:
+    """Warn of each key that is given twice with different values."""
+    values: dict[str, Any] = {}
+    for override in _parse(overrides):
+        key, value = override.key_or_group, override.value()
+        if values.setdefault(key, value) != value:
+            _log.warning("%s is given twice, as %s and as %s: the last is used", key, values[key], value)
+        values[key] = value
 
 
 def _make_absolute(cfg: DictConfig) -> None:

@@ -1,13 +1,15 @@
 """Warnings about settings without effect and about unusual numbers: `plan` and `train` log the same."""
 
+import json
 import logging
 from pathlib import Path
 
 import pytest
 
-from nemo_prorl import cli
+from nemo_prorl import __version__, cli
 from nemo_prorl.cautions import cautions
-from nemo_prorl.settings import group_options, load
+from nemo_prorl.lifecycle.retention import FORMAT
+from nemo_prorl.settings import group_options, load, resolved_yaml
 
 BASE = "pretrained_checkpoint.restore_from_path=null"
 
@@ -18,7 +20,17 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 RESETS = [
-    (["every=121"], "trainer.resets.every=121: no regular reset, because trainer.grpo.max_steps=120. Fix: at most 120"),
+    (
+        ["every=121"],
+        "trainer.resets.every=121: no regular reset before the last step, because trainer.grpo.max_steps=120. Fix",
+    ),
+    (["at_steps=[3,120]"], "trainer.resets.at_steps=[3, 120]: the reset after step 120 has no use in this run"),
+    (
+        ["lr_warmup_steps=5"],
+        "trainer.resets.lr_warmup_steps=5: no effect, because no reset of the optimizer is planned",
+    ),
+    (["lr_warmup_steps=5", "at_steps=[3]", "parts=reference"], "trainer.resets.lr_warmup_steps=5: no effect"),
+    (["lr_factor=0.5"], "trainer.resets.lr_factor=0.5: no effect, because no reset is planned"),
     (["roll_back=true", "data.validation=[]"], "trainer.resets.roll_back=true: no effect, because data.validation is"),
     (
         ["mode=auto", "rules.asks=[validation_drop]", "data.validation=[]"],
@@ -57,7 +69,9 @@ def test_resets_without_effect_are_named(given: list[str], said: str) -> None:
 
 def test_resets_with_an_effect_are_not() -> None:
     for given in (
-        ["every=120"],
+        ["every=119"],
+        ["lr_warmup_steps=5", "lr_factor=0.5", "at_steps=[3]"],
+        ["lr_warmup_steps=5", "chain.start_from=runs/old"],
         ["roll_back=true"],
         ["roll_back=true", "data.validation=[]", "trainer.resets.at_steps=[3]", "chain.start_from=runs/old"],
         ["mode=auto", "rules.asks=[validation_drop,kl_spike]"],
@@ -114,6 +128,51 @@ def test_plan_and_train_warn_alike(caplog: pytest.LogCaptureFixture) -> None:
         said.append([r.getMessage() for r in caplog.records if r.levelno == logging.WARNING])
     assert said[0] == said[1]
     assert [text.split(":")[0] for text in said[0]] == ["trainer.resets.every=500", "model.optim.lr=2"]
+
+
+def write_run(steps: int, done: list[int], *overrides: str) -> None:
+    """Write the part of a run that the warnings read: `steps` steps made, resets after those of `done`."""
+    checkpoint = Path("runs/laptop/checkpoints") / f"step-{steps:06d}"
+    checkpoint.mkdir(parents=True)
+    state = {"format": FORMAT, "version": __version__, "step": steps, "resets": {"done": [{"step": n} for n in done]}}
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    Path("runs/laptop/config.yaml").write_text(resolved_yaml(load(list(overrides))))
+
+
+def test_a_reset_in_the_past_of_a_run_is_named() -> None:
+    write_run(10, [3])
+    [text] = cautions(load(["trainer.resets.at_steps=[3,5,10,20]"]))
+    assert "[3, 5, 10, 20]: no reset after 5, 10, because the run has made 10 steps. Fix: later steps, or a " in text
+    assert "prorl control runs/laptop reset" in text
+    assert list(cautions(load(["trainer.resets.at_steps=[3,20]"]))) == []
+
+
+@pytest.mark.parametrize(
+    ("sched", "rates"),
+    [
+        (["name=linear"], "step 61's learning rate becomes 0.00015 instead of 0.0001"),
+        (["warmup_ratio=0.6"], "step 61's learning rate becomes 8.47e-05 instead of 0.000169"),
+        (["warmup_steps=5"], None),
+    ],
+)
+def test_other_steps_that_change_the_next_rate_are_named(
+    sched: list[str], rates: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_run(60, [], *(f"model.optim.sched.{word}" for word in sched))
+    for command in (["plan"], ["train", "--dry-run"]):
+        for more in (["trainer.grpo.max_steps=240"], []):
+            caplog.clear()
+            assert cli.main([*command, *more]) == 0
+            said = [text for text in caplog.messages if "learning rate becomes" in text]
+            assert len(said) == (1 if rates and more else 0)
+            assert not said or (rates or "") in said[0]
+
+
+def test_a_key_given_twice_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    assert cli.main(["plan", "seed=3", "trainer.grpo.kl_coef=0", "seed=4", "trainer.grpo.kl_coef=0"]) == 0
+    assert [text for text in caplog.messages if "twice" in text] == [
+        "seed is given twice, as 3 and as 4: the last is used"
+    ]
 
 
 def test_a_reset_of_a_reference_without_weight_has_no_effect() -> None:

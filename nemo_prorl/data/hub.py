@@ -127,11 +127,13 @@ def _fetched(
         wanted = f"{repo} at revision {revision}" if revision else repo
         raise ConfigError(f"{option}: the hub has no {named} {wanted}; {instead}") from error
     except Exception as error:  # errors of the network, the hub or the disk: in all cases the files are missing
-        raise UnfitMachine(f"{option}: {repo} cannot be fetched ({_reason(error)}). Fix: {instead}") from error
+        raise UnfitMachine(f"{option}: {repo} cannot be fetched. Fix: {instead}. Cause: {_reason(error)}") from error
     return Path(folder), Path(folder).name
 
 
 def _reason(error: BaseException) -> str:
-    """Return the first line of an error; a line of more than 200 characters ends at a word, in `...`."""
+    """Return the cause of an error in a few words: for a lost connection its kind, otherwise the first line, cut."""
+    if "Connect" in (kind := type(error).__name__):
+        return f"no connection to the hub ({kind})"
     line = first_line(error)
     return line if len(line) <= 200 else f"{line[:200].rpartition(' ')[0] or line[:200]} ..."

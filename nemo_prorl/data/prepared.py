@@ -5,7 +5,10 @@ OmegaConf.  `prorl plan` warns of a fault; `doctor`, `train`, `launch` and a Slu
 allocate a GPU.
 """
 
+import functools
+import re
 import shlex
+from importlib.util import find_spec
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -47,6 +50,29 @@ def missing_files(cfg: DictConfig) -> list[tuple[str, str]]:
         (f"data.{part}.{k}.path", one.path) for part in ("train", "validation") for k, one in enumerate(cfg.data[part])
     ]
     return [(key, path) for key, path in keys if path is not None and not Path(path).is_file()]
+
+
+def is_elsewhere(cfg: DictConfig) -> bool:
+    """Return whether data files are missing, and this machine does not have the folder of any data file."""
+    paths = [one.path for part in ("train", "validation") for one in cfg.data[part] if one.path is not None]
+    return bool(missing_files(cfg)) and not any(Path(path).parent.is_dir() for path in paths)
+
+
+@functools.cache
+def reasoning_gym_names() -> list[str]:
+    """Return the names of reasoning-gym's datasets, read from its files, because its import takes seconds.
+
+    The list is empty if the package is not installed.
+    """
+    spec = find_spec("reasoning_gym")
+    texts = (
+        file.read_text()
+        for root in (spec and spec.submodule_search_locations) or ()
+        for file in Path(root).rglob("*.py")
+    )
+    return sorted(
+        {name for text in texts for name in re.findall(r'(?:DATASET_NAME = |register_dataset\()"(\w+)"', text)}
+    )
 
 
 def preparing(path: str) -> str | None:

@@ -57,6 +57,12 @@ def origin(cfg: Config, run_dir: Path) -> Origin | None:
         fault = "is neither a run directory nor a checkpoint"
         if given is None:
             fault = f"follows {chain.after}, and there is no run in {folder}"
+        if left := complete(folder.parent) or complete(folder.parent / "checkpoints"):
+            names = ", ".join(path.name for path in left)
+            raise ConfigError(
+                f"{key}: this checkpoint does not exist or is not complete; {left[-1].parent} has {names}."
+                f" Fix: chain.start_from={left[-1]}"
+            )
         raise ConfigError(
             f"{key}: {fault}. Fix: train the previous stage first; or name its run directory or one of its checkpoints"
             " with chain.start_from=PATH; or begin with the initial model: chain.start_from=null chain.after=null"
@@ -64,11 +70,10 @@ def origin(cfg: Config, run_dir: Path) -> Origin | None:
     checkpoints = complete(folder / "checkpoints")
     summary = read_object(folder / "summary.json") or {}
     if not summary.get("finished") or not checkpoints:
-        there = f"its last checkpoint is {checkpoints[-1]}" if checkpoints else "it has no checkpoint"
-        raise ConfigError(
-            f"{key}: the run in {folder} is not finished; {there}. Finish it, or begin from one of its checkpoints:"
-            " chain.start_from=CHECKPOINT"
-        )
+        names = ", ".join(path.name for path in checkpoints)
+        there = f"it has {names}" if checkpoints else "it has no checkpoint"
+        instead = f", or begin from a checkpoint: chain.start_from={checkpoints[-1]}" if checkpoints else ""
+        raise ConfigError(f"{key}: the run in {folder} is not finished; {there}. Fix: finish it{instead}")
     newest = checkpoints[-1]
     if step_of(newest) != summary["step"]:
         raise ConfigError(

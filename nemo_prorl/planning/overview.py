@@ -307,6 +307,7 @@ def _time_rows(cfg: DictConfig, chain: Chain) -> dict[str, str]:
             f" cache, and {1e3 * roofline.TOKEN_S:g} ms + {1e3 * roofline.SEQUENCE_S:g} ms per sequence, for each"
             f" token; {roofline.FLOPS / 1e12:g} TFLOP/s at {roofline.FLOPS_SHARE:.0%} to train; prompts of"
             f" {roofline.PROMPT_TOKENS} tokens; no validation, checkpoints, restarts, or communication"
+            " between GPUs (also within tensor parallelism)"
         )
         rows["  a step"] = (
             f"{step.seconds:,.0f} s: {step.rollout_s:,.0f} rollout ({step.responses:,.0f} responses per engine, at most"

@@ -47,12 +47,12 @@ def check_memory(
         fits, who = _what_fits([cfg], device_bytes), "this stage fits, but not the whole chain,"
     parts = ", ".join(f"{name} {value / GB:.1f} GB" for name, value in _parts(memory).items())
     raise ConfigError(
-        f"{_subject(cfg, memory)}: a GPU needs {memory.needed:,} bytes ({parts}),"
+        f"{_subject(cfg, memory)}: a GPU needs{_of_stage(cfg)} {memory.needed:,} bytes ({parts}),"
         f" {device_source(cfg)} has {int(device_bytes):,}. "
         + (
             f"Fix: {who} with {'; or '.join(fits)}"
             if fits
-            else "No change of layout or batch makes it fit, nor do two of them"
+            else "No change of layout or batch makes it fit, nor do two of them. Fix: more GPUs, or a smaller model"
         )
     )
 
@@ -84,35 +84,37 @@ class _Fit:
 
     change: dict[str, Any]
     needed: int  # bytes
-    sequences: int  # that fill the context, in the KV cache of one engine
+    sequences: int  # that fill the context, in the KV cache of one engine: the fewest of all stages
+    context: str  # the tokens of such a sequence, and the stage that has so few of them
     seconds: float  # of a step of each stage together
     roomy: bool  # the KV cache is as configured, or holds a group of such sequences
 
     def __str__(self) -> str:
         words = " ".join(f"{key}={'null' if value is None else value}" for key, value in self.change.items())
         plural = "" if self.sequences == 1 else "s"
-        return f"{words} (needs {self.needed / GB:.1f} GB, room for {self.sequences} full sequence{plural})"
+        room = f"room for {self.sequences} full sequence{plural} of {self.context}"
+        return f"{words} (needs {self.needed / GB:.1f} GB, {room})"
 
 
 def _what_fits(cfgs: Sequence[DictConfig], device_bytes: float) -> list[str]:
     """Return changes that each make all of `cfgs` fit, as text, those with the shortest estimated steps first.
 
     A change should leave each engine the KV cache of a group of full sequences, because with fewer a rollout takes
-    many times as long.  Pairs of changes are tried if no single change does so, and then what barely fits.
+    many times as long.  What barely fits is named if nothing else fits.  Of a pair of changes, each must be needed.
 
     Args:
         cfgs: the refused run, and the stages of its chain.
     """
-    cfgs = sorted(cfgs, key=lambda cfg: memory_of(cfg).needed, reverse=True)  # the hardest first, which ends most tries
+    distinct = {(memory_of(cfg), cfg.trainer.grpo.samples_per_prompt): cfg for cfg in reversed(cfgs)}  # to save time
+    cfgs = sorted(distinct.values(), key=lambda cfg: memory_of(cfg).needed, reverse=True)  # the hardest first, as well
     singles = _changes(cfgs[0], max(cfg.trainer.grpo.context_tokens for cfg in cfgs))
     pairs = [a | b for a, b in itertools.combinations(singles, 2) if a.keys().isdisjoint(b)]
-    barely: list[_Fit] = []
-    for changes in (singles, pairs):
-        found = [fit for change in changes if (fit := _fit(cfgs, change, device_bytes)) is not None]
-        if roomy := [fit for fit in found if fit.roomy]:
-            return _cheapest(roomy)
-        barely = barely or found
-    return _cheapest(barely)
+    found = [(change, _fit(cfgs, change, device_bytes)) for change in singles]
+    alone = [change for change, fit in found if fit is not None and fit.roomy]
+    needed = [pair for pair in pairs if not any(change.items() <= pair.items() for change in alone)]
+    fits = [fit for _, fit in found if fit is not None]
+    fits += [fit for pair in needed if (fit := _fit(cfgs, pair, device_bytes)) is not None]
+    return _cheapest([fit for fit in fits if fit.roomy] or fits)
 
 
 def _cheapest(found: Sequence[_Fit]) -> list[str]:
@@ -124,7 +126,7 @@ def _cheapest(found: Sequence[_Fit]) -> list[str]:
 
 def _fit(cfgs: Sequence[DictConfig], change: dict[str, Any], device_bytes: float) -> _Fit | None:
     """Return the most that one of `cfgs` needs with the change; None if one would still be refused."""
-    needed, sequences, seconds, roomy = 0, [], 0.0, True
+    needed, seconds, roomy, rooms = 0, 0.0, True, []
     for cfg in cfgs:
         changed = copy.deepcopy(cfg)
         for key, value in change.items():
@@ -136,9 +138,13 @@ def _fit(cfgs: Sequence[DictConfig], change: dict[str, Any], device_bytes: float
         wanted = min(cfg.trainer.grpo.samples_per_prompt, cfg.rollout.max_num_seqs)
         roomy = roomy and (memory.kv_configured is not None or room >= wanted)
         needed = max(needed, memory.needed)
-        sequences.append(room)
+        rooms.append((room, f"{cfg.trainer.grpo.context_tokens:,} tokens{_of_stage(cfg)}"))
         seconds += step_time(changed, memory, device_bytes, MEAN_SHARE * longest_response(cfg), DRAWN).seconds
-    return _Fit(change, needed, min(sequences), seconds, roomy)
+    return _Fit(change, needed, *min(rooms), seconds=seconds, roomy=roomy)
+
+
+def _of_stage(cfg: DictConfig) -> str:
+    return "" if cfg.stage == "none" else f" in {cfg.stage}"
 
 
 def _changes(cfg: DictConfig, longest: int) -> list[dict[str, Any]]:

@@ -17,7 +17,15 @@ from nemo_prorl.config_changes import check_same_run
 from nemo_prorl.data.laptop.generators import generate
 from nemo_prorl.data.prepare import cli as cli_of_data
 from nemo_prorl.data.prepare.sources import SOURCES
-from nemo_prorl.data.prepared import PAPER, faults, generated_tasks, missing_tasks, preparing, task_of
+from nemo_prorl.data.prepared import (
+    PAPER,
+    faults,
+    generated_tasks,
+    missing_tasks,
+    preparing,
+    reasoning_gym_names,
+    task_of,
+)
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.evaluation.catalogue import catalogue
 from tests.conftest import ROOT
@@ -190,3 +198,19 @@ def test_the_page_of_the_cluster_has_each_file_of_the_papers_data_with_its_origi
         origin = SOURCES[command.split()[0]].repo or "generated"
         row = rf"\| `{path}` \| {origin}.* \| `prorl data prepare {re.escape(command)} --out prepared/{folder}` \|"
         assert re.search(row, page), path
+
+
+@pytest.mark.parametrize("part", ["train", "validation"])
+@pytest.mark.parametrize("command", [["plan"], ["train", "--dry-run"], ["train"]], ids=" ".join)
+def test_a_misspelt_dataset_is_refused_with_near_names(
+    part: str, command: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert cli.main([*command, f"data.{part}=[{{name: a, generator: 'reasoning_gym:chain_summ', size: 10}}]"]) == 2
+    assert f"data.{part}.0.generator=reasoning_gym:chain_summ: expected a dataset of reasoning-gym." in caplog.text
+    assert "Did you mean reasoning_gym:chain_sum or reasoning_gym:" in caplog.text
+
+
+def test_the_names_of_datasets_are_those_of_the_package() -> None:
+    from reasoning_gym.factory import DATASETS
+
+    assert reasoning_gym_names() == sorted(DATASETS)

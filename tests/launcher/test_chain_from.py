@@ -89,11 +89,12 @@ def test_here_too_and_stages_and_folder_may_be_named(project: Path, capsys: Told
     [
         (["chain/run3"], "expected a complete checkpoint: one of {picked} (held-out 0.412)"),
         (["nowhere"], "a folder such as RUN/checkpoints/step-000100"),
+        (["chain/run3/checkpoints/step-000099"], "expected a complete checkpoint: one of {picked} (held-out 0.412)"),
         (["chain/run3/checkpoints/step-000010.tmp"], "expected a complete checkpoint"),
         (["chain/run3/checkpoints/step-000010", "chain.start_from=x"], "Fix: give one of the two"),
         (["single"], "no stage follows its run. Fix: name the stages with --stages"),
     ],
-    ids=["run", "nothing", "unfinished", "twice", "alone"],
+    ids=["run", "nothing", "gone", "unfinished", "twice", "alone"],
 )
 def test_what_is_no_checkpoint_is_answered(
     slurm: Slurm,  # noqa: F811

@@ -264,8 +264,9 @@ def test_a_plan_checks_the_files_that_exist(
     Path("mine.jsonl").write_text(record() + "\n")
     sources = "[{name: a, path: mine.jsonl}, {name: b, path: gone.jsonl}]"
     words = ["plan", f"data.train={sources}", "data.validation=[]", "data.tasks=[code]"]
-    assert cli.main(words) == 0  # the missing file may have the task
+    assert cli.main(words) == 2  # of no other reason: the missing file may have the task
     assert "data.train.1.path=gone.jsonl: no such file" in caplog.text
+    assert caplog.text.count("would refuse this run") == 1
     Path("mine.jsonl").write_text("{broken\n")
     assert cli.main(words) == 4
 

@@ -185,7 +185,7 @@ def test_a_run_directory_that_cannot_be_made_is_refused(
     assert cli.main([*COMMANDS[command], *words]) == 2
     assert f"{tmp_path / 'file'} is not a folder. Fix: run_dir=FOLDER" in caplog.text
     if command == "launch":
-        assert cli.main([*COMMANDS["plan"], *words]) == 0  # only warns
+        assert cli.main([*COMMANDS["plan"], *words]) == 2
         assert cli.main([*COMMANDS["train"], *words]) == 2
         assert caplog.text.count("is not a folder. Fix: run_dir=FOLDER") == 3
 

@@ -92,6 +92,15 @@ def test_what_is_missing_is_said(
     assert [text for text in says if text not in str(error.value).replace(": follows", " follows")] == []
 
 
+def test_a_checkpoint_that_is_gone_is_answered_with_those_that_exist(make: Make, tmp_path: Path) -> None:
+    gone = make("other") / "checkpoints" / "step-000003"
+    with pytest.raises(ConfigError) as error:
+        origin(config(tmp_path / "run2", f"chain.start_from={gone}"), tmp_path / "run2")
+    assert f"chain.start_from={gone}: this checkpoint does not exist" in str(error.value)
+    assert "has step-000000, step-000002, step-000004." in str(error.value)
+    assert str(error.value).endswith(f"Fix: chain.start_from={gone.with_name('step-000004')}")
+
+
 def test_with_roll_back_a_stage_begins_with_the_best_validation(make: Make, tmp_path: Path) -> None:
     before = make("run1", v0=0.1, v2=0.5, v4=0.3)
     found = origin(config(tmp_path / "run2", "trainer.resets.roll_back=true"), tmp_path / "run2")

@@ -9,8 +9,9 @@ import hydra
 import pytest
 from omegaconf import OmegaConf
 
-from nemo_prorl import cli, settings
+from nemo_prorl import __version__, cli, settings
 from nemo_prorl.errors import ConfigError, DataError
+from nemo_prorl.launcher import prepare as prepare_module
 from nemo_prorl.launcher.prepare import check_origin, prepare
 from nemo_prorl.lifecycle.retention import FORMAT
 from nemo_prorl.lifecycle.stages import origin
@@ -216,7 +217,7 @@ def test_another_stage_that_would_be_refused_is_a_remark(
     caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Step 250 is inside runs 1 to 3, 6 and 7 only.  Like the run, the plan judges the chosen stage."""
-    overrides = ["trainer.resets.at_steps=[250]", "chain.step_scale=1"]
+    overrides = ["trainer.resets.at_steps=[250]", "chain.step_scale=1", "data=domains"]
     assert cli.main(["plan", *overrides, "stage=run1"]) == 0
     assert "stage run4 of the same chain would be refused: trainer.resets.at_steps=[250]" in caplog.text
     table = capsys.readouterr().out.splitlines()
@@ -279,7 +280,7 @@ def test_a_plan_says_what_a_fork_starts_from_and_refuses_it_like_the_run(
         origin(settings.load_run(fork), Path("new"))  # type: ignore[arg-type]
     assert str(of_the_run.value) in caplog.text
     checkpoint.mkdir(parents=True)
-    (checkpoint / "state.json").write_text(json.dumps({"format": FORMAT, "step": 30}))
+    (checkpoint / "state.json").write_text(json.dumps({"format": FORMAT, "version": __version__, "step": 30}))
     caplog.clear()
     assert cli.main(["plan", *fork]) == 2
     with pytest.raises(ConfigError, match="expected a model folder, hf/ in it or init/ in its run") as of_the_run:
@@ -295,7 +296,8 @@ def test_a_plan_says_what_a_fork_starts_from_and_refuses_it_like_the_run(
         assert "unlike that run  nothing\n" in told
         assert "warm-up          none" in told
         assert re.search(rf"^>  none   {'no' if more else 'yes'}  ", told, re.MULTILINE)
-    assert cli.main(["plan", *fork, "trainer.grpo.kl_coef=0", "seed=7"]) == 0
+    no_difference = ["trainer.warmup.steps=0", "rollout.python=/usr/bin/python3"]
+    assert cli.main(["plan", *fork, "trainer.grpo.kl_coef=0", "seed=7", *no_difference]) == 0
     assert "unlike that run  seed=7 (was 1), trainer.grpo.kl_coef=0.0 (was 0.0001)\n" in capsys.readouterr().out
     assert cli.main(["plan", "run_dir=old"]) == 0
     assert "this run's own: it continues after step 30" in capsys.readouterr().out
@@ -308,9 +310,45 @@ def test_a_plan_is_a_what_if_beside_a_run(tmp_path: Path, caplog: pytest.LogCapt
     words = ["run_dir=run", "model.optim.lr=1e-5"]
     with pytest.raises(ConfigError, match=r"model.optim.lr=1e-05 \(the run has 0.0002\)"):
         settings.load_run(words)
-    assert cli.main(["plan", *words]) == 0
+    assert cli.main(["plan", *words]) == 2
     assert "what if: run holds a run with another configuration: model.optim.lr=1e-05" in caplog.text
     assert "`prorl train` would refuse it" in caplog.text
+    with pytest.raises(
+        ConfigError, match=r"max_steps=60: expected at least 120.*\nFix: leave it out; `prorl control run"
+    ):
+        settings.load_run(["run_dir=run", "trainer.grpo.max_steps=60"])
+    with pytest.raises(ConfigError, match=r"model.optim.lr=1e-05 \(the run has 0.0002\)"):
+        settings.load_run(["model.optim.lr=1e-5"], tmp_path / "run" / "config.yaml")
+
+
+def test_a_plan_is_printed_and_ends_like_train_would(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """What this machine alone may lack is a warning."""
+    (tmp_path / "file").touch()
+    refused = "prorl: `prorl train` would refuse this run: "
+    for words, code, said in (
+        ("data.train=[{name: x, path: gone.jsonl}]", 2, f"{refused}data: 1 file is missing"),
+        ("data.train=[{name: x, path: /no/gone.jsonl}]", 0, "if it started on this machine, `prorl train` would"),
+        ("run_dir=file/x", 2, f"{refused}run_dir=file/x: expected a folder"),
+        ("stage=run2", 2, f"{refused}data.tasks="),
+        ("stage=run2 data=domains", 0, "this stage cannot begin yet: stage=run2: follows run1"),
+    ):
+        caplog.clear()
+        assert cli.main(["plan", *([words] if words.startswith("data") else words.split())]) == code
+        assert said in caplog.text
+        assert "run directory " in capsys.readouterr().out
+        dry = cli.main(["train", "--dry-run", *([words] if words.startswith("data") else words.split())])
+        assert dry == (2 if code or "/no/" in words else 0)
+        capsys.readouterr()
+
+
+def test_a_run_directory_below_a_folder_that_is_missing_may_be_of_another_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prepare_module, "run_dir_fault", lambda folder: f"{folder} cannot be written")
+    for run_dir, elsewhere in (("/no_such_mount/runs/x", True), ("runs/x", False)):
+        assert [only for _, only in prepare_module.start_faults(settings.load([f"run_dir={run_dir}"]))] == [elsewhere]
 
 
 def test_a_stage_that_does_not_fit_the_device_is_refused() -> None:

@@ -64,7 +64,7 @@ def test_no_function_is_long() -> None:
 # --- what the whole costs its readers --------------------------------------------------------------------------------
 
 # The values of today.  Who adds code or keys removes others, or changes the number and says why in the commit.
-MOST_LINES, MOST_KEYS = 46116, 193
+MOST_LINES, MOST_KEYS = 46295, 193
 
 
 def test_the_code_does_not_grow_unnoticed() -> None:

@@ -21,7 +21,7 @@ from reward_load import DOMAINS, MAKERS, plain_numbers
 from nemo_prorl.rewards.canaries import RESPONSES_PER_CANARY, is_error, requests_of
 from nemo_prorl.rewards.discovery import discover
 from nemo_prorl.rewards.interface import RewardRequest
-from nemo_prorl.rewards.service import RewardService, plan_pools
+from nemo_prorl.rewards.judging import RewardService, plan_pools
 
 
 async def mean_seconds(service: RewardService, requests: list[RewardRequest]) -> float:

@@ -160,7 +160,7 @@ def run(args: argparse.Namespace) -> Iterator[str]:
     import torch
 
     from nemo_prorl.rollout.checksums import published
-    from nemo_prorl.rollout.weights import WeightStore
+    from nemo_prorl.rollout.weight_store import WeightStore
 
     torch.set_num_threads(args.threads)
     hf = config_of(args.layers)

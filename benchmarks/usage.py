@@ -21,7 +21,7 @@ from machine import describe
 
 from nemo_prorl.launcher.peers import Place
 from nemo_prorl.launcher.processes import Child
-from nemo_prorl.launcher.usage import _EVERY_S, _SHARE, UsageSampler
+from nemo_prorl.launcher.usage_sampler import _EVERY_S, _SHARE, UsageSampler
 from nemo_prorl.usage import GrowthWatch, newest, totals
 
 ROUNDS = 20

@@ -142,7 +142,7 @@ def one_rank(folder: Path, rows: int, steps: int, out: Path) -> None:
     torch.set_num_threads(1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     from nemo_prorl.policy.build import build_actor
-    from nemo_prorl.rollout.weights import WeightStore
+    from nemo_prorl.rollout.weight_store import WeightStore
     from nemo_prorl.settings import load
 
     cfg = load([f"trainer.devices={world}", f"trainer.grpo.prompts_per_step={world * rows // GROUP}"])

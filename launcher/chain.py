@@ -244,7 +244,7 @@ def print_results(folder: Path, names: Sequence[str]) -> None:
     import yaml
 
     from nemo_prorl import settings
-    from nemo_prorl.lifecycle.records import Journal
+    from nemo_prorl.lifecycle.run_records import Journal
 
     known = [*settings.group_options()["stage"], *names]
     shown = [n for n in dict.fromkeys(known) if n in names or (folder / n / "summary.json").is_file()]

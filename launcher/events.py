@@ -30,7 +30,7 @@ from typing import BinaryIO, Unpack
 
 from nemo_prorl.files import Tail, last_objects
 from nemo_prorl.launcher.formats import HookEvent, HookFields, HookName
-from nemo_prorl.lifecycle.records import Journal
+from nemo_prorl.lifecycle.run_records import Journal
 
 _log = logging.getLogger(__name__)
 

@@ -37,10 +37,10 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
     from nemo_prorl.launcher.doctor.network import wandb_fault
     from nemo_prorl.launcher.doctor.storage import check_storage
     from nemo_prorl.lifecycle.base_model import make_initial_model
-    from nemo_prorl.lifecycle.records import Journal
     from nemo_prorl.lifecycle.retention import check_continuable, clean, complete, step_of
+    from nemo_prorl.lifecycle.run_records import Journal
     from nemo_prorl.lifecycle.stages import origin
-    from nemo_prorl.rewards.service import check_sandbox
+    from nemo_prorl.rewards.judging import check_sandbox
     from nemo_prorl.settings import read_config
 
     check_node(cfg)

@@ -12,8 +12,8 @@ from nemo_prorl.files import read_objects
 from nemo_prorl.lifecycle.batches import stored_batch
 from nemo_prorl.lifecycle.ledger import read_ledger
 from nemo_prorl.lifecycle.ledger_diff import Norms, of_step
-from nemo_prorl.lifecycle.records import Journal
 from nemo_prorl.lifecycle.retention import complete, step_of
+from nemo_prorl.lifecycle.run_records import Journal
 from nemo_prorl.planning.bisect import norms_of
 from nemo_prorl.planning.columns import columns
 

@@ -28,8 +28,8 @@ from nemo_prorl.launcher.peers import CLEAN, End, Peers, Place
 from nemo_prorl.launcher.processes import Child, MergedLog, NeverServed, ProcessFailed, stop_all
 from nemo_prorl.launcher.progress import Progress
 from nemo_prorl.launcher.run_data import plain
-from nemo_prorl.launcher.stacks import StackWriter
-from nemo_prorl.launcher.usage import UsageSampler
+from nemo_prorl.launcher.stack_writer import StackWriter
+from nemo_prorl.launcher.usage_sampler import UsageSampler
 from nemo_prorl.lifecycle.retention import complete
 from nemo_prorl.lifecycle.stopping import FORWARDED_AS, JOB_START
 from nemo_prorl.rewards.functions import name_of, settings_of
@@ -102,7 +102,7 @@ class Node:
                 "preflight": only one step at full context (`nemo_prorl.preflight`); "replay": stored steps without
                 engines (`nemo_prorl.replay_training`); None: the whole run.
         """
-        from nemo_prorl.rollout.weights import WeightStore, weights_folder
+        from nemo_prorl.rollout.weight_store import WeightStore, weights_folder
 
         self.progress = Progress(self.cfg, self.dir) if self.place.node == 0 else None
         store = WeightStore(weights_folder(self.dir, self.place.node if self.place.nodes > 1 else None))

@@ -36,8 +36,8 @@ from nemo_prorl.lifecycle.batches import Batches
 from nemo_prorl.lifecycle.checkpoints import Checkpoints, LeaderState, Stateful
 from nemo_prorl.lifecycle.control import Control, Requests
 from nemo_prorl.lifecycle.ledger import Ledger
-from nemo_prorl.lifecycle.records import Journal, Records
 from nemo_prorl.lifecycle.resets import Resets
+from nemo_prorl.lifecycle.run_records import Journal, Records
 from nemo_prorl.lifecycle.step_traces import StepTraces
 from nemo_prorl.lifecycle.stopping import FORWARDED_AS, Stopping
 from nemo_prorl.lifecycle.tolerances import kl_after_reset

@@ -29,8 +29,8 @@ from nemo_prorl.lifecycle import retention
 from nemo_prorl.lifecycle.batches import read_batch
 from nemo_prorl.lifecycle.journal_events import Reset
 from nemo_prorl.lifecycle.ledger import Ledger
-from nemo_prorl.lifecycle.records import Records
 from nemo_prorl.lifecycle.resets import Resets
+from nemo_prorl.lifecycle.run_records import Records
 from nemo_prorl.lifecycle.tolerances import kl_after_reset
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.sizing.flops import UpdateSpeed

@@ -1,8 +1,8 @@
 """Stacks of all processes of a run, written to one file per node while something hangs.
 
 Every Python process of a run calls `register` at its start.  The supervisor of the node then signals one process after
-another, and each writes its own stacks (`launcher.stacks`).  Standard library only, because the engine imports this
-file in another environment.
+another, and each writes its own stacks (`launcher.stack_writer`).  Standard library only, because the engine imports
+this file in another environment.
 """
 
 import contextlib

@@ -44,8 +44,8 @@ if TYPE_CHECKING:  # parts that `rank.py` builds and passes in
     from nemo_prorl.lifecycle.checkpoints import Checkpoints
     from nemo_prorl.lifecycle.control import Control
     from nemo_prorl.lifecycle.ledger import Ledger
-    from nemo_prorl.lifecycle.records import Records
     from nemo_prorl.lifecycle.resets import Resets
+    from nemo_prorl.lifecycle.run_records import Records
     from nemo_prorl.lifecycle.step_traces import StepTraces
     from nemo_prorl.lifecycle.stopping import Stopping
     from nemo_prorl.lifecycle.validation import Validation

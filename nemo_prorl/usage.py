@@ -1,7 +1,7 @@
 """Memory, open files and threads of a run's processes: the samples of each node, and whether something grows.
 
-The supervisor of a node writes a sample to endpoints/usage-NODE.json every few seconds (`launcher.usage`).  Rank 0 adds
-the newest samples to the metrics of each step, as `system/*`.  Memory of GPUs is not included.
+The supervisor of a node writes a sample to endpoints/usage-NODE.json every few seconds (`launcher.usage_sampler`).
+Rank 0 adds the newest samples to the metrics of each step, as `system/*`.  Memory of GPUs is not included.
 """
 
 import math

@@ -29,8 +29,8 @@ from nemo_prorl.launcher.peers import Launch, NodeState  # noqa: E402
 from nemo_prorl.lifecycle.checkpoints import ImportedState  # noqa: E402
 from nemo_prorl.lifecycle.control import Request  # noqa: E402
 from nemo_prorl.lifecycle.journal_events import JournalEvent  # noqa: E402
-from nemo_prorl.lifecycle.records import RecordsState  # noqa: E402
 from nemo_prorl.lifecycle.resets import ResetsState  # noqa: E402
+from nemo_prorl.lifecycle.run_records import RecordsState  # noqa: E402
 from nemo_prorl.lifecycle.summary import RunSummary  # noqa: E402
 from nemo_prorl.lifecycle.validation import ValidationState  # noqa: E402
 from nemo_prorl.rewards.interface import RewardRequest, Verdict  # noqa: E402

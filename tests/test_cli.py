@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 import nemo_prorl.launcher.job
 from nemo_prorl import cli, errors, settings
 from nemo_prorl.launcher import job
-from nemo_prorl.lifecycle.records import Journal
+from nemo_prorl.lifecycle.run_records import Journal
 from nemo_prorl.report import status
 
 pytestmark = pytest.mark.starts

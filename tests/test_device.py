@@ -15,7 +15,7 @@ SEES_CUDA = {  # and why
     "device.py": "the seam",
     "algorithms/logprobs.py": "kernels: which product of 16-bit matrices there is",
     "policy/cpu/shims.py": "replaces CUDA",
-    "rollout/engine/weights.py": "runs in vLLM's worker",
+    "rollout/engine/weight_load.py": "runs in vLLM's worker",
 }
 
 

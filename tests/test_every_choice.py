@@ -30,7 +30,7 @@ from nemo_prorl.metrics import Metrics
 from nemo_prorl.policy.build import nemo_config
 from nemo_prorl.rollout.engine.requests import PARTS
 from nemo_prorl.rollout.engine.sleep import EngineSleep
-from nemo_prorl.rollout.weights import WeightStore
+from nemo_prorl.rollout.weight_store import WeightStore
 from nemo_prorl.sizing.memory import memory_of, weight_bytes
 from nemo_prorl.trainer import Trainer, advantages, update
 from tests.lifecycle.parts import NoCheckpoints, Parts

@@ -355,7 +355,7 @@ def metrics_line() -> dict[str, Any]:
     metrics.add("stale_gap", gap)
     metrics.add("correction", {key: float(v) for key, v in corrected.items()})
     metrics.add("system", totals([node({f"{kind}-0": GB for kind in ("trainer", "engine", "rewards", "supervisor")})]))
-    writers = ("trainer.py", "rollout/rollouts.py", "lifecycle/validation.py", "lifecycle/records.py")
+    writers = ("trainer.py", "rollout/rollouts.py", "lifecycle/validation.py", "lifecycle/run_records.py")
     for key in set().union(*map(literal_keys, writers)):
         if key not in metrics.as_json():
             metrics.put(key, 0.5)
@@ -422,7 +422,7 @@ def test_the_entry_page_leads_to_every_format() -> None:
 
 def test_journal_and_rollouts_fit(tmp_path: Path) -> None:
     from nemo_prorl.lifecycle.journal_events import JournalEvent
-    from nemo_prorl.lifecycle.records import Journal, write_rollouts
+    from nemo_prorl.lifecycle.run_records import Journal, write_rollouts
     from nemo_prorl.rollout.endpoints import Response
     from nemo_prorl.rollout.groups import Group
 
@@ -520,7 +520,7 @@ def test_endpoints_fit(tmp_path: Path) -> None:
 def test_requests_to_a_run_and_what_its_hook_is_given_fit(tmp_path: Path) -> None:
     from nemo_prorl.launcher.events import Events
     from nemo_prorl.lifecycle.control import REQUESTS, _place
-    from nemo_prorl.lifecycle.records import Journal
+    from nemo_prorl.lifecycle.run_records import Journal
 
     request = json.loads(_place(tmp_path, "reset")[1].read_text())
     assert against("control-request", request) == []
@@ -544,7 +544,7 @@ def test_state_fits(tmp_path: Path) -> None:
     from nemo_prorl.config import DataSource, GRPOConfig
     from nemo_prorl.data.blend import Blend
     from nemo_prorl.lifecycle.checkpoints import GROUPS
-    from nemo_prorl.lifecycle.records import code_sha256
+    from nemo_prorl.lifecycle.run_records import code_sha256
     from nemo_prorl.metrics import Metrics
     from nemo_prorl.trainer import TrainerState
     from tests.lifecycle.parts import NoCheckpoints, Parts

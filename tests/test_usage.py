@@ -17,8 +17,8 @@ from nemo_prorl.deadlines import Deadline
 from nemo_prorl.files import write_json
 from nemo_prorl.launcher.peers import Place
 from nemo_prorl.launcher.processes import Child, MergedLog, stop_all
-from nemo_prorl.launcher.usage import UsageSampler
-from nemo_prorl.lifecycle.records import Records
+from nemo_prorl.launcher.usage_sampler import UsageSampler
+from nemo_prorl.lifecycle.run_records import Records
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.rollout.rollouts import Rollouts
 from nemo_prorl.usage import GrowthWatch, growth, newest, request_restart, totals

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 
 from gpu import Skipped, real
 from gpu.common import Emit, Settings
-from nemo_prorl.rollout.weights import WeightStore
+from nemo_prorl.rollout.weight_store import WeightStore
 from nemo_prorl.sizing.phases import ASLEEP, AWAKE, LOADING, phase_bytes
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 
 from gpu import Skipped
 from gpu.common import Emit, Settings, synchronize
-from nemo_prorl.rollout.weights import WeightStore
+from nemo_prorl.rollout.weight_store import WeightStore
 
 REPEATS = 5
 ROOM = 3  # times the model's size: two versions and the copy

@@ -6,7 +6,7 @@
     model.py              model folder: shape, tokenizer, eos, chat template
     network.py            ports, interfaces, the Slurm allocation
     nodes.py node_probe.py  clocks, run directory and versions of all nodes, through srun
-    preflight.py          one step at full context on this node, with all processes of a run
+    trial_step.py          one step at full context on this node, with all processes of a run
 
 Each module measures facts, and judges them in functions that depend only on the measured facts.
 """
@@ -28,7 +28,7 @@ from nemo_prorl.launcher.doctor.check import Check
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from nemo_prorl.launcher.doctor.preflight import TryStep
+    from nemo_prorl.launcher.doctor.trial_step import TryStep
 
 
 RECORDS = "records"  # the check of the records; its failure alone is not one of the machine
@@ -78,11 +78,11 @@ def run(args: argparse.Namespace, try_step: "TryStep") -> int:
     failed: set[str] = set()
     results = checks(cfg, args.rollout_python, (args.srun or "srun") if args.nodes else None)
     if cfg is not None and args.preflight:
-        from nemo_prorl.launcher.doctor import preflight
+        from nemo_prorl.launcher.doctor import trial_step
 
         if args.rollout_python is not None:
             cfg.rollout.python = str(args.rollout_python)
-        results = chain(results, preflight.check_step(cfg, try_step, args.rows))
+        results = chain(results, trial_step.check_step(cfg, try_step, args.rows))
     for check in results:
         if check.state == "fail":
             failed.add(check.name)

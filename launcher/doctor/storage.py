@@ -83,7 +83,7 @@ def _shm_free() -> int:
 
 def _stale_weights(run_dir: Path) -> int:
     """Return the bytes of weights in /dev/shm of an earlier start of the run, which the next start removes."""
-    from nemo_prorl.rollout.weights import weights_folder
+    from nemo_prorl.rollout.weight_store import weights_folder
 
     folder = weights_folder(run_dir)
     return sum(map(bytes_under, folder.parent.glob(f"{folder.name}*")))  # this machine may be several nodes of a run

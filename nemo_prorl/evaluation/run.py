@@ -158,7 +158,7 @@ def _functions_of(model: str) -> dict[str, str]:
 
 def check_rewards(cfg: DictConfig, known: Registry, records: Sequence[Mapping[str, Any]]) -> None:
     """Let the reward plugins validate the truth of every record, and try the sandbox if a plugin needs it."""
-    from nemo_prorl.rewards.service import check_sandbox
+    from nemo_prorl.rewards.judging import check_sandbox
 
     configured = settings_of(plain(cfg.rewards))
     classes = {task: known.plugin_of_task(task) for task in sorted({record["task"] for record in records})}

@@ -20,8 +20,8 @@ from nemo_prorl.config import Config
 from nemo_prorl.errors import DAMAGED, DamagedCheckpoint
 from nemo_prorl.leader import Leader, LeaderOnly
 from nemo_prorl.lifecycle import retention
-from nemo_prorl.lifecycle.records import Records, code_sha256
 from nemo_prorl.lifecycle.resets import Resets
+from nemo_prorl.lifecycle.run_records import Records, code_sha256
 from nemo_prorl.lifecycle.validation import Validation
 from nemo_prorl.own_functions import sources
 from nemo_prorl.rewards.functions import places

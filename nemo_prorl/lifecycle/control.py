@@ -33,7 +33,7 @@ from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import ConfigError, DeadlineExceeded, ProrlError, RewardFailure
 from nemo_prorl.files import Tail, last_objects, write_json
 from nemo_prorl.lifecycle.journal_events import AnswerStatus, RequestKind
-from nemo_prorl.lifecycle.records import Journal
+from nemo_prorl.lifecycle.run_records import Journal
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.schema import Constraint
 

@@ -20,7 +20,7 @@ from nemo_prorl.errors import ResetFailure
 from nemo_prorl.leader import Leader
 from nemo_prorl.lifecycle.journal_events import HeldOutScores, Reset
 from nemo_prorl.lifecycle.killpoints import killpoint
-from nemo_prorl.lifecycle.records import Records
+from nemo_prorl.lifecycle.run_records import Records
 from nemo_prorl.lifecycle.summary import standard_errors
 from nemo_prorl.lifecycle.validation import Validation
 from nemo_prorl.metrics import Metrics

@@ -12,7 +12,7 @@ from nemo_prorl.config import Config, GRPOConfig
 from nemo_prorl.files import write_json
 from nemo_prorl.leader import LeaderOnly
 from nemo_prorl.lifecycle.journal_events import HeldOutScores
-from nemo_prorl.lifecycle.records import Records
+from nemo_prorl.lifecycle.run_records import Records
 from nemo_prorl.lifecycle.summary import heldout_scores
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.rollout.collector import Collector

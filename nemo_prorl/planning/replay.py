@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from nemo_prorl.algorithms.reset_rules import Finding, replay
 from nemo_prorl.config import ResetRulesConfig
 from nemo_prorl.errors import ConfigError, DataError
-from nemo_prorl.lifecycle.records import Journal
+from nemo_prorl.lifecycle.run_records import Journal
 from nemo_prorl.lifecycle.summary import standard_errors
 from nemo_prorl.planning.columns import columns
 

@@ -19,6 +19,7 @@ from nemo_prorl.errors import ConfigError, DataError, RewardFailure
 from nemo_prorl.rewards.discovery import discover, make_plugin
 from nemo_prorl.rewards.functions import absolute
 from nemo_prorl.rewards.interface import RewardRequest
+from nemo_prorl.rewards.judging import RewardService, plan_pools
 from nemo_prorl.rewards.options import (
     add_server_arguments,
     add_settings,
@@ -28,7 +29,6 @@ from nemo_prorl.rewards.options import (
     read_line,
     read_lines,
 )
-from nemo_prorl.rewards.service import RewardService, plan_pools
 
 _log = logging.getLogger(__name__)
 

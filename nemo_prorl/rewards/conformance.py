@@ -7,7 +7,7 @@
         report[check].require()
 
 Verdicts are requested three times: in order from a first worker; in reverse order from a second worker with another
-hash seed; from both workers at once.  A separate process records import, truths and network use (`probe.py`).
+hash seed; from both workers at once.  A separate process records import, truths and network use (`import_probe.py`).
 """
 
 import asyncio
@@ -27,8 +27,8 @@ from nemo_prorl.errors import RewardFailure, UnfitMachine
 from nemo_prorl.rewards.conformance_cases import Case, TruthTrial, canary_cases, make_cases, truth_trials
 from nemo_prorl.rewards.discovery import Registry, discover
 from nemo_prorl.rewards.interface import Example, RewardPlugin, Verdict, one_line
+from nemo_prorl.rewards.judging import plan_pools
 from nemo_prorl.rewards.pool import WALL_FACTOR, PluginPool, PoolSpec, worker_environment
-from nemo_prorl.rewards.service import plan_pools
 
 PROBE_S = 180.0  # seconds for the whole probe process
 MAX_TIMEOUTS = 3  # per kind of request; then the kind is skipped: each timeout costs a time budget and a new worker
@@ -132,7 +132,7 @@ class _Trial:
     examples: list[Example]
     cases: list[Case]
     trials: list[TruthTrial]  # truths that `validate_truth` must accept or reject
-    probe: dict[str, Any] = field(default_factory=dict)  # findings of `probe.py`
+    probe: dict[str, Any] = field(default_factory=dict)  # findings of `import_probe.py`
     spec: PoolSpec | None = None  # configuration of the workers; None: this machine cannot run a worker
     failed: str | None = None  # reason if no worker starts
     unfit: str | None = None  # reason if this machine cannot run a worker
@@ -227,12 +227,12 @@ def _outcome_of(verdict: Verdict | None) -> str:
 
 
 def _probe(trial: _Trial, settings: dict[str, Any]) -> dict[str, Any]:
-    """Run `probe.py` in a separate process and return its findings."""
+    """Run `import_probe.py` in a separate process and return its findings."""
     sandboxed = trial.plugin.needs_sandbox
     requests = [] if sandboxed else [case.request.to_json() for case in trial.kind("good", "bad")]
     probe_task = {"settings": settings, "prepare": not sandboxed, "requests": requests}
     probe_task["truths"] = [one.truth for one in trial.trials]
-    command = [sys.executable, "-B", "-m", "nemo_prorl.rewards.probe", str(os.getpid()), trial.plugin.name]
+    command = [sys.executable, "-B", "-m", "nemo_prorl.rewards.import_probe", str(os.getpid()), trial.plugin.name]
     pipe = subprocess.PIPE
     process = subprocess.Popen(
         command, stdin=pipe, stdout=pipe, text=True, env=worker_environment(), start_new_session=True

@@ -30,7 +30,7 @@ from prorl_sandbox.processes import QUEUED_S, queued_s
 
 from nemo_prorl import stacks
 from nemo_prorl.errors import RewardFailure
-from nemo_prorl.rewards import processes
+from nemo_prorl.rewards import process_times
 from nemo_prorl.rewards.functions import is_function
 from nemo_prorl.rewards.interface import RewardRequest, Verdict, failed_verdict, read_verdict
 from nemo_prorl.tracing import RECORDER
@@ -185,10 +185,10 @@ class _Worker:
         pid, families, budget_s = self.process.pid, not spec.sandboxed, spec.budget_s
         started, wait, wall_s = asyncio.get_running_loop().time(), budget_s, WALL_FACTOR * budget_s
         try:
-            cpu_before, queued_before = processes.cpu_s(pid, families), queued_s(pid)
+            cpu_before, queued_before = process_times.cpu_s(pid, families), queued_s(pid)
             while not (await asyncio.wait({receiving}, timeout=wait))[0]:
                 elapsed = asyncio.get_running_loop().time() - started
-                used = processes.cpu_s(pid, families) - cpu_before
+                used = process_times.cpu_s(pid, families) - cpu_before
                 if used >= 0.98 * budget_s:
                     fix = f"Fix, if it needs more: {spec.time_key}"
                     raise WorkerGone(f"over the time budget of {budget_s:g} s of CPU. {fix}", "timeout")
@@ -215,7 +215,7 @@ class _Worker:
 
 def _why_late(pid: int, elapsed: float, used: float, spec: PoolSpec, queued: float) -> str:
     """Return why a worker that is still within its CPU time gave no verdict: the likely cause, and what to do."""
-    if processes.is_stopped(pid):
+    if process_times.is_stopped(pid):
         cause = "its process is stopped. Fix: find out what sent SIGSTOP"
     elif queued >= (elapsed - used) / 2:
         cause = "the machine is too busy. Fix: fewer rewards.workers, or fewer other processes"

@@ -22,8 +22,8 @@ from nemo_prorl.errors import ConfigError, DataError
 from nemo_prorl.files import shortened
 from nemo_prorl.rewards.discovery import discover
 from nemo_prorl.rewards.interface import RewardRequest, Verdict, read_verdict
+from nemo_prorl.rewards.judging import RewardService, plan_pools
 from nemo_prorl.rewards.options import add_settings, add_unsafe, opened, printable, read_lines
-from nemo_prorl.rewards.service import RewardService, plan_pools
 
 _log = logging.getLogger(__name__)
 

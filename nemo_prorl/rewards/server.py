@@ -40,9 +40,9 @@ from nemo_prorl.files import read_object, write_json
 from nemo_prorl.rewards.connections import MAX_BODY, allow_connections
 from nemo_prorl.rewards.discovery import discover
 from nemo_prorl.rewards.interface import RewardRequest, Verdict
+from nemo_prorl.rewards.judging import RewardService, plan_pools
 from nemo_prorl.rewards.options import add_server_arguments
 from nemo_prorl.rewards.pool import PluginPool
-from nemo_prorl.rewards.service import RewardService, plan_pools
 from nemo_prorl.schema import Constraint, Number
 from nemo_prorl.service import is_authorized, listening_socket, read_token
 

@@ -22,7 +22,7 @@ from nemo_prorl.rollout.group_arrays import decode, encode
 from nemo_prorl.rollout.groups import CollectedBatch, Group, TaskTally
 from nemo_prorl.rollout.overlap import OneStepOff
 from nemo_prorl.rollout.report import report_rollout
-from nemo_prorl.rollout.weights import WeightStore, weights_folder
+from nemo_prorl.rollout.weight_store import WeightStore, weights_folder
 from nemo_prorl.tracing import RECORDER
 from nemo_prorl.usage import request_restart
 
@@ -41,7 +41,7 @@ class _Weights(Protocol):
 
 
 class _Records(Protocol):
-    """The methods of `lifecycle.records.Records` that this module uses."""
+    """The methods of `lifecycle.run_records.Records` that this module uses."""
 
     def alarm(self, step: int, what: str) -> None: ...
     def lines(self) -> list[dict[str, Any]]: ...

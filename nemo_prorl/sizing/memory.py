@@ -41,7 +41,7 @@ RESERVE = sum(RESERVE_PARTS.values())
 # Bytes on a CPU: Python with NeMo, vLLM's two processes and the reward server before any weights, and memory that
 # malloc keeps; measured by benchmarks/half_billion.py.
 CPU_RESERVE = 5 * 10**9
-PUBLISHED_VERSIONS = 2  # versions of the weights in /dev/shm at a time (rollout.weights)
+PUBLISHED_VERSIONS = 2  # versions of the weights in /dev/shm at a time (rollout.weight_store)
 PIECE = 1 << 24  # elements that tensor or pipeline ranks exchange at a time, for tensors of the whole model
 # (layers, hidden size, ffn size): (rows of the embedding, model), used if no model folder is given.
 KNOWN_VOCABULARIES = {(28, 1536, 8960): (151_936, "DeepSeek-R1-Distill-Qwen-1.5B")}

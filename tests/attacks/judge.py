@@ -10,7 +10,7 @@ from typing import Any
 
 from nemo_prorl.rewards.discovery import discover
 from nemo_prorl.rewards.interface import RewardRequest
-from nemo_prorl.rewards.service import RewardService, plan_pools
+from nemo_prorl.rewards.judging import RewardService, plan_pools
 
 
 def request_of(case: dict[str, Any]) -> RewardRequest:

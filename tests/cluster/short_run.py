@@ -91,7 +91,7 @@ def rank(run_dir: Path, number: int, steps: int, ranks: int) -> int:
 
 def stand_in() -> None:
     """Replaces what the node supervisor starts, and what it prepares for them."""
-    weights = ModuleType("nemo_prorl.rollout.weights")  # the real one imports torch, which takes seconds
+    weights = ModuleType("nemo_prorl.rollout.weight_store")  # the real one imports torch, which takes seconds
     vars(weights)["WeightStore"] = lambda folder: SimpleNamespace(folder=folder, remove_stale=list, remove=lambda: None)
     vars(weights)["weights_folder"] = lambda run_dir, node: run_dir / f"weights-{node}"
     sys.modules[weights.__name__] = weights

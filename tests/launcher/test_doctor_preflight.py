@@ -11,10 +11,10 @@ from omegaconf import DictConfig
 from nemo_prorl import cli, settings
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.launcher import job
-from nemo_prorl.launcher.doctor import preflight
-from nemo_prorl.launcher.doctor.preflight import TrialOutcome
+from nemo_prorl.launcher.doctor import trial_step
+from nemo_prorl.launcher.doctor.trial_step import TrialOutcome
 from nemo_prorl.preflight import Plan
-from nemo_prorl.rollout.weights import WeightStore, weights_folder
+from nemo_prorl.rollout.weight_store import WeightStore, weights_folder
 from nemo_prorl.sizing.memory import memory_of
 
 LAPTOP = settings.load(["cluster=laptop"])
@@ -45,7 +45,7 @@ def error(part: str, what: str) -> list[dict[str, Any]]:
 def test_the_trial_is_the_run_on_one_node_begun_with_its_model(tmp_path: Path) -> None:
     cfg = copy.deepcopy(H100)
     cfg.run_dir, cfg.on_event = str(tmp_path / "run"), "true"
-    trial = preflight.trial_config(cfg, tmp_path / "trial")
+    trial = trial_step.trial_config(cfg, tmp_path / "trial")
     assert (trial.trainer.num_nodes, trial.trainer.devices, trial.rollout.engines) == (1, 8, 8)
     assert (trial.chain.after, trial.chain.start_from, trial.on_event, trial.rollout.max_restarts) == (None,) * 3 + (0,)
     assert trial.run_dir == str(tmp_path / "trial")
@@ -53,7 +53,7 @@ def test_the_trial_is_the_run_on_one_node_begun_with_its_model(tmp_path: Path) -
     assert cfg.trainer.num_nodes == 4  # as it was
     (tmp_path / "run" / "init").mkdir(parents=True)
     with pytest.raises(ConfigError, match="init"):  # the run's own model is taken; this one is empty
-        preflight.trial_config(cfg, tmp_path / "trial")
+        trial_step.trial_config(cfg, tmp_path / "trial")
 
 
 def test_a_layout_that_needs_several_nodes_is_refused(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_a_layout_that_needs_several_nodes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"trainer.num_nodes=2: --preflight tries one node alone, .*does not divide the 1 ranks"
     ):
-        preflight.trial_config(cfg, tmp_path)
+        trial_step.trial_config(cfg, tmp_path)
 
 
 def test_the_folder_goes_and_so_does_a_killed_trials_but_not_one_in_use(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_the_folder_goes_and_so_does_a_killed_trials_but_not_one_in_use(tmp_path
     (store.folder / "weights-00000000.safetensors").touch()
     with (used / ".lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with preflight._trial_folder(tmp_path) as folder:
+        with trial_step._trial_folder(tmp_path) as folder:
             assert sorted(tmp_path.iterdir()) == sorted([folder, used, foreign])
     assert sorted(tmp_path.iterdir()) == sorted([used, foreign])
     assert not store.folder.exists()
@@ -94,13 +94,13 @@ def test_a_part_counts_when_all_ranks_ended_it_and_the_worst_of_them_is_told() -
         [*end("build", 2.0, gpu_peak=5 * GB, gpu_free=9 * GB), *end("update", 1.0), begin("checkpoint")],
         [*end("build", 3.0, gpu_peak=4 * GB, gpu_free=8 * GB), begin("update")],
     ]
-    parts = preflight.parts_of(ranks)
+    parts = trial_step.parts_of(ranks)
     assert parts == {"build": {"seconds": 3.0, "host_peak": GB, "gpu_peak": 5 * GB, "gpu_free": 8 * GB}}
     assert (
-        preflight.describe_part("build", parts["build"])
+        trial_step.describe_part("build", parts["build"])
         == "build: 3.0 s; peak memory of a rank 5.0 GB; 8.0 GB of the GPU free"
     )
-    said = preflight.describe_part("update", {"seconds": 2.0, "host_peak": GB, "rows": 3, "tokens": 300})
+    said = trial_step.describe_part("update", {"seconds": 2.0, "host_peak": GB, "rows": 3, "tokens": 300})
     assert said == "update: 2.0 s for 3 rows, 150 tokens/s; peak memory of a rank 1.0 GB"
 
 
@@ -144,7 +144,7 @@ def test_a_part_counts_when_all_ranks_ended_it_and_the_worst_of_them_is_told() -
 def test_a_failure_is_quoted_and_the_keys_to_change_are_named(
     ranks: list[list[dict[str, Any]]], said: str, text: str, cure: str
 ) -> None:
-    check = preflight.judge_failure(TrialOutcome(ranks, [said], log=Path("/runs/preflight.log")), H100)
+    check = trial_step.judge_failure(TrialOutcome(ranks, [said], log=Path("/runs/preflight.log")), H100)
     assert check.state == "fail"
     assert text in check.text
     assert cure in check.cure
@@ -153,14 +153,14 @@ def test_a_failure_is_quoted_and_the_keys_to_change_are_named(
 
 def test_on_a_cpu_the_machines_memory_is_named_too() -> None:
     what = "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
-    check = preflight.judge_failure(TrialOutcome([error("update", what)], ["trainer-0 ended"]), LAPTOP)
+    check = trial_step.judge_failure(TrialOutcome([error("update", what)], ["trainer-0 ended"]), LAPTOP)
     assert "model.micro_batch_size" in check.cure
     assert "--mem=0" in check.cure
 
 
 def test_what_ended_before_a_failure_is_told_and_no_estimate_follows() -> None:
     outcome = TrialOutcome([[*end("build"), *error("engines", "DeadlineExceeded: waited")]], ["trainer-0 ended"])
-    checks = list(preflight.judge(outcome, plan(LAPTOP), LAPTOP, memory_of(LAPTOP)))
+    checks = list(trial_step.judge(outcome, plan(LAPTOP), LAPTOP, memory_of(LAPTOP)))
     assert [check.state for check in checks] == ["pass", "fail"]
 
 
@@ -174,7 +174,7 @@ def test_a_gpus_peak_is_held_against_the_plan_and_what_was_left(peak_share: floa
         "build": {"gpu_peak": GB, "gpu_free": 50 * GB, "gpu_total": 80 * GB},
         "update": {"gpu_peak": peak, "gpu_free": free, "gpu_total": 80 * GB},
     }
-    check = preflight.judge_device(parts, memory)
+    check = trial_step.judge_device(parts, memory)
     assert check.state == state
     assert "in 'update'" in check.text
     assert bool(check.cure) == (state != "pass")
@@ -183,7 +183,7 @@ def test_a_gpus_peak_is_held_against_the_plan_and_what_was_left(peak_share: floa
 @pytest.mark.parametrize(("lowest", "state"), [(10 * GB, "pass"), (GB, "warn")])
 def test_host_memory_that_is_nearly_gone_is_a_warning(lowest: int, state: str) -> None:
     outcome = TrialOutcome([], [], first_free=100 * GB, lowest_free=lowest)
-    assert preflight.judge_host(outcome, {"update": {"host_peak": 3 * GB}}, 8).state == state
+    assert trial_step.judge_host(outcome, {"update": {"host_peak": 3 * GB}}, 8).state == state
 
 
 def test_the_estimate_scales_what_was_tried_to_a_whole_step() -> None:
@@ -196,7 +196,7 @@ def test_the_estimate_scales_what_was_tried_to_a_whole_step() -> None:
         "reference": {"seconds": 2.0, "rows": 8},
         "update": {"seconds": 4.0, "rows": 8},
     }
-    text = preflight.estimate(parts, tried)
+    text = trial_step.estimate(parts, tried)
     rollout = 256 * 16 * (H100.trainer.grpo.context_tokens - 1) / 4 / 10_000
     rest = 2.0 + 3.0 * 256 / (16 * 4)
     assert f"rollout {rollout:,.0f}, log-probabilities 48, updates 64, publication and batch {rest:.0f}" in text
@@ -214,13 +214,13 @@ def test_a_step_at_full_context_on_this_machine(root: Path, tmp_path: Path, monk
     if not (root / ".venv" / "rollout").is_dir():
         pytest.skip("no rollout environment: make setup")
     made: list[Path] = []
-    config = preflight.trial_config
+    config = trial_step.trial_config
 
     def remembered(cfg: DictConfig, folder: Path) -> DictConfig:
         made.append(folder)
         return config(cfg, folder)
 
-    monkeypatch.setattr(preflight, "trial_config", remembered)
+    monkeypatch.setattr(trial_step, "trial_config", remembered)
     monkeypatch.setenv("PYTHONPATH", str(root))
     sizes = [f"data.{part}.{k}.size=20" for part in ("train", "validation") for k in range(5)]
     cfg = settings.load(
@@ -233,7 +233,7 @@ def test_a_step_at_full_context_on_this_machine(root: Path, tmp_path: Path, monk
             *sizes,
         ]
     )
-    checks = list(preflight.check_step(cfg, job.preflight, rows=16))
+    checks = list(trial_step.check_step(cfg, job.preflight, rows=16))
     assert [check.state for check in checks] == ["pass"] * 14, [check.line() for check in checks]
     said = [check.text for check in checks]
     assert any(text.startswith("generate: ") and "for 32 rows" in text for text in said)

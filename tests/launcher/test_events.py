@@ -20,7 +20,7 @@ from nemo_prorl.launcher import events as events_module
 from nemo_prorl.launcher import job, supervisor
 from nemo_prorl.launcher.events import Events, on_screen
 from nemo_prorl.launcher.processes import Child, ProcessFailed
-from nemo_prorl.lifecycle.records import Journal
+from nemo_prorl.lifecycle.run_records import Journal
 from nemo_prorl.settings import load
 
 pytestmark = pytest.mark.starts

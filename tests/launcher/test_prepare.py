@@ -14,9 +14,9 @@ from nemo_prorl.errors import CheckpointError, ConfigError, DataError, ProrlErro
 from nemo_prorl.launcher.doctor import storage
 from nemo_prorl.launcher.job import StillInUse, locked, run
 from nemo_prorl.launcher.prepare import prepare
-from nemo_prorl.lifecycle.records import Journal
 from nemo_prorl.lifecycle.retention import FORMAT
-from nemo_prorl.rollout.weights import WeightStore, weights_folder
+from nemo_prorl.lifecycle.run_records import Journal
+from nemo_prorl.rollout.weight_store import WeightStore, weights_folder
 from nemo_prorl.settings import load, resolved_yaml
 from nemo_prorl.sizing.memory import memory_of
 
@@ -130,7 +130,7 @@ def test_validation_is_judged_too_and_code_needs_a_sandbox(tmp_path: Path, monke
         if not unsafe_no_sandbox:
             raise UnfitMachine("no sandbox works here")
 
-    monkeypatch.setattr("nemo_prorl.rewards.service.check_sandbox", none_works)
+    monkeypatch.setattr("nemo_prorl.rewards.judging.check_sandbox", none_works)
     paths = [tmp_path / "train.jsonl", tmp_path / "held.jsonl"]
     paths[0].write_text(record() + "\n")
     words = [f"data.{part}=[{{name: {part}, path: {path}}}]" for part, path in zip(PARTS, paths, strict=True)]

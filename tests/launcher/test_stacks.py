@@ -12,7 +12,7 @@ import pytest
 from nemo_prorl import stacks
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.launcher.processes import Child, MergedLog, stop_all
-from nemo_prorl.launcher.stacks import StackWriter
+from nemo_prorl.launcher.stack_writer import StackWriter
 
 pytestmark = pytest.mark.starts
 

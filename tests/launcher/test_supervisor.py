@@ -24,7 +24,7 @@ from nemo_prorl.lifecycle.stopping import FORWARDED_AS, JOB_START
 from nemo_prorl.rewards.options import add_server_arguments
 from nemo_prorl.rollout.engine.endpoint import served_file
 from nemo_prorl.rollout.engine.server import arguments
-from nemo_prorl.rollout.weights import WeightStore, weights_folder
+from nemo_prorl.rollout.weight_store import WeightStore, weights_folder
 from nemo_prorl.settings import load
 
 pytestmark = pytest.mark.starts

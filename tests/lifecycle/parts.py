@@ -9,8 +9,8 @@ from typing import Any
 from nemo_prorl.config import Config, DeadlinesConfig, ResetsConfig
 from nemo_prorl.leader import Leader
 from nemo_prorl.lifecycle.checkpoints import Checkpoints
-from nemo_prorl.lifecycle.records import Records
 from nemo_prorl.lifecycle.resets import Resets
+from nemo_prorl.lifecycle.run_records import Records
 from nemo_prorl.lifecycle.validation import Validation
 from tests.lifecycle.small_run import SmallPolicy
 

@@ -36,7 +36,7 @@ from nemo_prorl.rewards.interface import RewardResult, Verdict, failed_verdict, 
 from nemo_prorl.rollout.checksums import from_metadata, published
 from nemo_prorl.rollout.collector import Collector
 from nemo_prorl.rollout.endpoints import Response, SamplingParams
-from nemo_prorl.rollout.weights import WeightStore, weights_folder
+from nemo_prorl.rollout.weight_store import WeightStore, weights_folder
 from nemo_prorl.trainer import Trainer
 from tests.lifecycle.small_store import SmallStore
 from tests.rollout.simulated import Simulated

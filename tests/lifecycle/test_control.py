@@ -20,7 +20,7 @@ from nemo_prorl.deadlines import Deadline
 from nemo_prorl.lifecycle import control
 from nemo_prorl.lifecycle.batches import Batches, stored_batch
 from nemo_prorl.lifecycle.control import Control, Request, Requests
-from nemo_prorl.lifecycle.records import Journal
+from nemo_prorl.lifecycle.run_records import Journal
 from nemo_prorl.metrics import Metrics
 from tests.lifecycle.parts import leader
 

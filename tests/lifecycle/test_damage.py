@@ -7,7 +7,7 @@ import pytest
 
 from nemo_prorl.errors import DamagedCheckpoint
 from nemo_prorl.lifecycle import retention
-from nemo_prorl.lifecycle.records import code_sha256
+from nemo_prorl.lifecycle.run_records import code_sha256
 from tests.lifecycle.small_run import SmallRun, config
 from tests.lifecycle.test_wiring import go
 

@@ -28,7 +28,7 @@ from nemo_prorl.rewards.second import SecondVerifiers
 from nemo_prorl.rollout.group_arrays import decode
 from nemo_prorl.rollout.overlap import OneStepOff
 from nemo_prorl.rollout.rollouts import Rollouts
-from nemo_prorl.rollout.weights import weights_folder
+from nemo_prorl.rollout.weight_store import weights_folder
 from nemo_prorl.trainer import Trainer
 from tests.lifecycle.faults import Killed
 from tests.lifecycle.small_run import LR, Ranks, SmallPolicy, SmallRun, config, parts_of

@@ -11,7 +11,7 @@ import pytest
 from nemo_prorl.config import Config
 from nemo_prorl.errors import StoppedCleanly
 from nemo_prorl.lifecycle.no_signal import diagnosis
-from nemo_prorl.lifecycle.records import Records
+from nemo_prorl.lifecycle.run_records import Records
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.rewards.interface import RewardResult
 from nemo_prorl.rollout.groups import CollectedBatch, TaskTally

@@ -9,7 +9,7 @@ import pytest
 
 from nemo_prorl.config import Config
 from nemo_prorl.errors import RewardFailure
-from nemo_prorl.lifecycle.records import Records
+from nemo_prorl.lifecycle.run_records import Records
 from nemo_prorl.lifecycle.summary import heldout_scores, standard_errors
 from tests.rollout.test_collector import group_of
 

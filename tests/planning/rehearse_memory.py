@@ -214,7 +214,7 @@ def loss(logp_BT: Tensor, entropy_BT: Tensor | None, micro: Batch, denominator: 
 def rehearse(cfg: DictConfig, folder: Path, out: Path, gpu: MetaGpu) -> dict[str, Any]:
     from nemo_prorl.policy.build import build_actor
     from nemo_prorl.policy.checkpoint_files import PolicyStore
-    from nemo_prorl.rollout.weights import WeightStore
+    from nemo_prorl.rollout.weight_store import WeightStore
 
     peaks: dict[str, int] = {}
 

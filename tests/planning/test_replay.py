@@ -11,7 +11,7 @@ from nemo_prorl import cli, settings
 from nemo_prorl.algorithms.reset_rules import Finding, replay
 from nemo_prorl.config import Config, ResetsConfig
 from nemo_prorl.lifecycle.journal_events import HeldOutScore
-from nemo_prorl.lifecycle.records import Journal
+from nemo_prorl.lifecycle.run_records import Journal
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.planning.replay import read_journal
 from nemo_prorl.report.forecast import segments

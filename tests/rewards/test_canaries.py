@@ -28,7 +28,7 @@ from nemo_prorl.rewards.canaries import (
 from nemo_prorl.rewards.client import RewardClient
 from nemo_prorl.rewards.discovery import Registry, discover
 from nemo_prorl.rewards.interface import Canary, RewardPlugin, RewardRequest, RewardResult, Verdict
-from nemo_prorl.rewards.service import RewardService, plan_pools
+from nemo_prorl.rewards.judging import RewardService, plan_pools
 from tests.rewards.conftest import ROOT, StartServer, request_of
 
 SHIPPED = ("code", "instructions", "math", "puzzles", "stem")

@@ -15,7 +15,7 @@ import pytest
 
 from nemo_prorl import cli
 from nemo_prorl.errors import ConfigError, DataError, UnfitMachine
-from nemo_prorl.rewards import conformance, probe
+from nemo_prorl.rewards import conformance, import_probe
 from nemo_prorl.rewards.conformance import CHECKS, CheckOutcome, Report, check_plugin
 from nemo_prorl.rewards.conformance_cases import WRONG, make_cases, read_examples, shell, truth_trials
 from nemo_prorl.rewards.discovery import discover
@@ -237,7 +237,7 @@ def test_a_bad_plugin_fails_that_check_and_no_other(way: str, tested: Callable[.
 def test_effects_of_an_import_are_told_from_what_it_may_do(
     event: str, args: tuple[Any, ...], effect: str | None
 ) -> None:
-    assert probe._import_effect(event, args) == effect
+    assert import_probe._import_effect(event, args) == effect
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_effects_of_an_import_are_told_from_what_it_may_do(
     ],
 )
 def test_use_of_the_network_is_told_from_local_sockets(event: str, args: tuple[Any, ...], use: str | None) -> None:
-    assert probe._network_use(event, args) == use
+    assert import_probe._network_use(event, args) == use
 
 
 def test_every_check_has_a_bad_plugin() -> None:
@@ -318,7 +318,7 @@ def test_a_plugin_that_hangs_where_it_is_watched_is_killed_with_what_it_started(
     tested: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(conformance, "PROBE_S", 6.0)
-    hang = "import os, sys, time; watched = 'nemo_prorl.rewards.probe' in sys.orig_argv;"
+    hang = "import os, sys, time; watched = 'nemo_prorl.rewards.import_probe' in sys.orig_argv;"
     report = check_plugin(tested(prepare=f"{hang} watched and (os.system('sleep 941.5 &'), time.sleep(60))"))
     assert "took over 6 s" in report["truth"].text
     assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "941.5"]]

@@ -13,7 +13,7 @@ import pytest
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.rewards.discovery import discover, make_plugin
 from nemo_prorl.rewards.interface import ENTRY_POINT_GROUP, RewardPlugin, RewardRequest, RewardResult
-from nemo_prorl.rewards.service import plan_pools, share_out
+from nemo_prorl.rewards.judging import plan_pools, share_out
 
 
 def test_a_broken_plugin_is_reported_and_the_others_work(broken_plugins: Path) -> None:

@@ -18,12 +18,12 @@ from nemo_prorl import cli, settings
 from nemo_prorl.config import Config, RewardsConfig
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.lifecycle.checkpoints import Checkpoints
-from nemo_prorl.lifecycle.records import code_sha256
+from nemo_prorl.lifecycle.run_records import code_sha256
 from nemo_prorl.planning.overview import run_rows
 from nemo_prorl.rewards.discovery import discover, make_plugin
 from nemo_prorl.rewards.functions import identity, is_function, places, settings_of
 from nemo_prorl.rewards.interface import RewardPlugin, RewardRequest, Verdict, judge
-from nemo_prorl.rewards.service import RewardService, plan_pools
+from nemo_prorl.rewards.judging import RewardService, plan_pools
 from tests.lifecycle.parts import leader
 from tests.whole_runs import Job, metrics_of
 

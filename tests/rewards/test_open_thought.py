@@ -20,7 +20,7 @@ from nemo_prorl.evaluation.catalogue import Sampling, catalogue
 from nemo_prorl.evaluation.sampling import BenchmarkWork, Work, plan
 from nemo_prorl.evaluation.sources import LocalEngines, ServedModel
 from nemo_prorl.evaluation.store import Store
-from nemo_prorl.lifecycle.records import write_rollouts
+from nemo_prorl.lifecycle.run_records import write_rollouts
 from nemo_prorl.rewards.client import RewardClient
 from nemo_prorl.rewards.interface import Verdict
 from nemo_prorl.rollout.endpoints import Response

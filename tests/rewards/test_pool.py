@@ -22,11 +22,11 @@ from nemo_prorl import stacks
 from nemo_prorl.data.prepare.gold import failures
 from nemo_prorl.data.records import PromptRecord
 from nemo_prorl.errors import RewardFailure
-from nemo_prorl.rewards import processes
+from nemo_prorl.rewards import process_times
 from nemo_prorl.rewards.discovery import discover
 from nemo_prorl.rewards.interface import RewardRequest, Verdict
+from nemo_prorl.rewards.judging import RewardService, plan_pools
 from nemo_prorl.rewards.pool import PluginPool, PoolSpec, WorkerGone, _Job, _Worker
-from nemo_prorl.rewards.service import RewardService, plan_pools
 from tests.rewards.conftest import request_of as json_of
 
 pytestmark = pytest.mark.starts
@@ -188,9 +188,9 @@ def test_a_late_worker_is_told_by_how_it_spent_its_time(
     """A worker that never answers; what it used is counted from the begin of its request."""
     cpu, queued = iter([7.0]), iter([3.0])
     monkeypatch.setattr("nemo_prorl.rewards.pool.QUEUED_S", 0.1)
-    monkeypatch.setattr(processes, "cpu_s", lambda *_: next(cpu, 7.0 + 0.05 * used))
+    monkeypatch.setattr(process_times, "cpu_s", lambda *_: next(cpu, 7.0 + 0.05 * used))
     monkeypatch.setattr("nemo_prorl.rewards.pool.queued_s", lambda _: next(queued, 3.0 + queued_s))
-    monkeypatch.setattr(processes, "is_stopped", lambda _: stopped)
+    monkeypatch.setattr(process_times, "is_stopped", lambda _: stopped)
 
     async def main() -> WorkerGone:
         ours, theirs = socket.socketpair()
@@ -213,7 +213,7 @@ def test_a_late_worker_is_told_by_how_it_spent_its_time(
 def test_the_time_of_a_process_is_what_it_computed_with_or_without_its_children() -> None:
     spin = "import time\nwhile time.process_time() < 0.5: pass"
     subprocess.run([sys.executable, "-S", "-c", spin], check=True)
-    own, ended = processes.cpu_s(os.getpid()), processes.cpu_s(os.getpid(), descendants=True)
+    own, ended = process_times.cpu_s(os.getpid()), process_times.cpu_s(os.getpid(), descendants=True)
     times = os.times()
     assert own == pytest.approx(times.user + times.system, abs=0.2)
     assert ended == pytest.approx(sum(times[:4]), abs=0.2)

@@ -11,7 +11,7 @@ from prorl_reward_puzzles.plugin import EVALUATED, PARSED, PuzzlesReward, is_for
 
 from nemo_prorl.rewards.discovery import discover
 from nemo_prorl.rewards.interface import RewardRequest, judge
-from nemo_prorl.rewards.service import RewardService, plan_pools
+from nemo_prorl.rewards.judging import RewardService, plan_pools
 from tests.rewards.puzzle_answers import right_answer
 
 pytestmark = pytest.mark.starts

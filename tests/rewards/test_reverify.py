@@ -10,10 +10,10 @@ import pytest
 
 from nemo_prorl import cli
 from nemo_prorl.errors import DataError, RewardFailure
-from nemo_prorl.lifecycle.records import write_rollouts
+from nemo_prorl.lifecycle.run_records import write_rollouts
 from nemo_prorl.rewards import reverify
 from nemo_prorl.rewards.interface import failed_verdict
-from nemo_prorl.rewards.service import RewardService
+from nemo_prorl.rewards.judging import RewardService
 
 pytestmark = pytest.mark.starts
 

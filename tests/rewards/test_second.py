@@ -16,12 +16,13 @@ import pytest
 from nemo_prorl import cli
 from nemo_prorl.config import Config, DynamicSamplingConfig
 from nemo_prorl.errors import ConfigError
-from nemo_prorl.lifecycle.records import Records
+from nemo_prorl.lifecycle.run_records import Records
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.report.data import page_data
 from nemo_prorl.rewards.client import RewardClient
 from nemo_prorl.rewards.discovery import Registry, discover
 from nemo_prorl.rewards.interface import RewardPlugin, RewardRequest, RewardResult, Verdict, failed_verdict
+from nemo_prorl.rewards.judging import plan_pools
 from nemo_prorl.rewards.second import (
     KEPT_PER_STEP,
     MOST_PER_STEP,
@@ -31,7 +32,6 @@ from nemo_prorl.rewards.second import (
     SecondVerifiers,
     is_right,
 )
-from nemo_prorl.rewards.service import plan_pools
 from nemo_prorl.rollout.groups import CollectedBatch
 from nemo_prorl.rollout.report import report_rollout
 from tests.report.made import make_run

@@ -29,9 +29,9 @@ from nemo_prorl.errors import ConfigError
 from nemo_prorl.rewards import server
 from nemo_prorl.rewards.connections import MAX_BODY, allow_connections
 from nemo_prorl.rewards.discovery import discover
+from nemo_prorl.rewards.judging import RewardService
 from nemo_prorl.rewards.options import add_server_arguments
 from nemo_prorl.rewards.server import DEADLINE_HEADER, RewardApp
-from nemo_prorl.rewards.service import RewardService
 from nemo_prorl.service import read_token
 from tests.rewards.conftest import ROOT, RunningServer, StartServer, request_of, wait_gone
 

@@ -40,7 +40,7 @@ def main(model: str, weights: str) -> None:
         max_model_len=64,
         max_num_seqs=2,
         kv_cache_memory_bytes=1 << 24,
-        **{"worker_extension_cls": "nemo_prorl.rollout.engine.weights.WeightLoader", **cpu_options(True)},
+        **{"worker_extension_cls": "nemo_prorl.rollout.engine.weight_load.WeightLoader", **cpu_options(True)},
     )
     with torch.no_grad(), New() as live:
         engine.collective_rpc("prorl_load_weights", args=(weights,))

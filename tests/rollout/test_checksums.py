@@ -16,7 +16,7 @@ from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import EngineFailure
 from nemo_prorl.lifecycle.tolerances import ENGINE, FLOAT32
 from nemo_prorl.rollout.checksums import Held, _vector, columns_of, compare, from_metadata, held, published
-from nemo_prorl.rollout.weights import WeightStore
+from nemo_prorl.rollout.weight_store import WeightStore
 from tests.rollout.engines import ROOT, EngineProcess
 from tests.rollout.test_engine import GREEDY, ask_all, load, with_client
 
@@ -295,7 +295,7 @@ def test_a_head_is_the_embedding_where_it_has_no_weight_of_its_own(tied: bool) -
 
 
 def test_an_engine_names_what_it_could_not_compare_and_refuses_what_differs(tmp_path: Path) -> None:
-    from nemo_prorl.rollout.engine.weights import check_held
+    from nemo_prorl.rollout.engine.weight_load import check_held
 
     publish = {**weights_of(1), "other.weight": torch.ones(3, 3)}
     path = str(WeightStore(tmp_path / "weights", "float32").write(publish.items(), VERSION))
@@ -307,7 +307,7 @@ def test_an_engine_names_what_it_could_not_compare_and_refuses_what_differs(tmp_
 
 
 def test_a_file_of_another_program_has_nothing_to_compare(tmp_path: Path) -> None:
-    from nemo_prorl.rollout.engine.weights import check_held
+    from nemo_prorl.rollout.engine.weight_load import check_held
 
     publish, path = weights_of(1), tmp_path / "model.safetensors"
     for metadata in (None, {"format": "pt"}):
@@ -326,7 +326,7 @@ def test_versions_differ_in_what_they_read() -> None:
 
 # Put first on the engine's path: a load of version 2 changes tensors on the way.
 CHANGED = """
-import nemo_prorl.rollout.engine.weights as weights
+import nemo_prorl.rollout.engine.weight_load as weights
 
 opened = weights.safe_open
 

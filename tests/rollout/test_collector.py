@@ -30,7 +30,7 @@ from nemo_prorl.rollout.endpoints import Response
 from nemo_prorl.rollout.engines import EnginePool
 from nemo_prorl.rollout.group_arrays import decode, encode
 from nemo_prorl.rollout.groups import Group, TaskTally
-from nemo_prorl.rollout.weights import WeightStore
+from nemo_prorl.rollout.weight_store import WeightStore
 from nemo_prorl.service import read_token
 from tests.rollout.engines import EngineProcess
 from tests.rollout.simulated import EvenIsRight, Simulated, collected, collector_of, config, drawn, summary, verdict_on

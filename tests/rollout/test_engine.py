@@ -24,7 +24,7 @@ from nemo_prorl.rollout.endpoints import EngineClient, Response, SamplingParams,
 from nemo_prorl.rollout.engine.endpoint import served_file
 from nemo_prorl.rollout.engine_load import EngineLoad
 from nemo_prorl.rollout.engines import EnginePool
-from nemo_prorl.rollout.weights import WeightStore
+from nemo_prorl.rollout.weight_store import WeightStore
 from tests.rollout.engines import (
     CONFIG,
     EOS,

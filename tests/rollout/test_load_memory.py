@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nemo_prorl.rollout.weights import WeightStore
+from nemo_prorl.rollout.weight_store import WeightStore
 from nemo_prorl.settings import load
 from nemo_prorl.sizing.memory import memory_of
 from tests.policy.models import QWEN2, shapes_of, write_model

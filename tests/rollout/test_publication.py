@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from nemo_prorl.errors import ConfigError, UnfitMachine
-from nemo_prorl.rollout.engine.weights import read_header
-from nemo_prorl.rollout.weights import MARKER, WeightStore, weights_folder
+from nemo_prorl.rollout.engine.weight_load import read_header
+from nemo_prorl.rollout.weight_store import MARKER, WeightStore, weights_folder
 
 TENSORS = {
     "model.a": torch.randn(5, 7, generator=torch.Generator().manual_seed(1)),
@@ -37,7 +37,7 @@ def test_a_written_file_holds_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_a_header_that_outgrows_its_room_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemo_prorl.rollout.weights._HEADER_BYTES", 64)
+    monkeypatch.setattr("nemo_prorl.rollout.weight_store._HEADER_BYTES", 64)
     store = WeightStore(tmp_path / "w")
     with pytest.raises(ValueError, match=r"header of 5 tensors has \d+ bytes; the maximum is 64"):
         store.write(TENSORS.items(), 1)

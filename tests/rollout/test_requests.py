@@ -21,7 +21,7 @@ from nemo_prorl.rollout.engine.requests import (
     WeightsRequest,
     parse,
 )
-from nemo_prorl.rollout.engine.weights import Shapes, UnfitWeights, check_fits, read_header, shapes_of_model
+from nemo_prorl.rollout.engine.weight_load import Shapes, UnfitWeights, check_fits, read_header, shapes_of_model
 
 LIMITS = ModelLimits(context_tokens=512, vocab_size=512, stop_token_ids=(2,))
 GOOD = {"prompt": [5, 6], "seeds": [1], "max_tokens": 4}

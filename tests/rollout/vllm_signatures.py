@@ -19,7 +19,7 @@ VERSION = "0.32.0"
 _LONGEST = 160  # characters of a recorded value
 # File, then class ("": the module itself), then names: functions, constants, fields, or attributes of `self`.
 WANTED: dict[str, dict[str, str]] = {
-    # the worker of a GPU: `rollout/engine/weights.py` adds methods to it
+    # the worker of a GPU: `rollout/engine/weight_load.py` adds methods to it
     "v1/worker/gpu_worker.py": {
         "Worker": "__init__ sleep wake_up sleep_mode_backend reload_weights determine_available_memory get_model"
         " initialize_from_config compile_or_warm_up_model execute_model sample_tokens _init_workspace_and_model_runner"

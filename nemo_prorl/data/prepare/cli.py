@@ -168,10 +168,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.scale != 1:
         raise ConfigError(f"--scale {arguments.scale:g}: is for `paper`.  Fix: --size N")
     options = _options(arguments)
-    from nemo_prorl.data.prepare import job
+    from nemo_prorl.data.prepare import preparation
 
     if arguments.estimate:
-        sys.stdout.write(job.estimate(options))
+        sys.stdout.write(preparation.estimate(options))
         return 0
     from nemo_prorl.data.prepare.finished import check_same_options, command_of, finished
 
@@ -181,8 +181,8 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stdout.write(f"{options.out}: prepared already by this command, from the same data\n")
     else:
         check_same_options(parser, options, command)
-        manifest = job.prepare(options, command)
-    sys.stdout.write(job.summary(options, manifest))
+        manifest = preparation.prepare(options, command)
+    sys.stdout.write(preparation.summary(options, manifest))
     return 0
 
 

@@ -57,7 +57,7 @@ async def _judge(
 ) -> dict[int, str]:
     from nemo_prorl.rewards.discovery import discover
     from nemo_prorl.rewards.interface import RewardRequest, Verdict
-    from nemo_prorl.rewards.service import RewardService, plan_pools
+    from nemo_prorl.rewards.judging import RewardService, plan_pools
 
     registry, tasks = discover(), sorted({record["task"] for record in records})
     service = RewardService(plan_pools(registry, tasks, workers, unsafe_no_sandbox=unsafe_no_sandbox), registry)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_prorl.data import hub
-from nemo_prorl.data.prepare import job
+from nemo_prorl.data.prepare import preparation
 from nemo_prorl.data.prepare.finished import Parser, command_of, finished
 from nemo_prorl.data.prepare.inputs import HUB, PrepareOptions
 from nemo_prorl.data.prepare.manifest import PreparedManifest
@@ -127,7 +127,7 @@ class Paper:
         if (found := finished(self._parser, options, command)) is not None:
             step.manifest, step.state = found, "as before"
             return
-        step.manifest, step.state = job.prepare(options, command), "made"
+        step.manifest, step.state = preparation.prepare(options, command), "made"
 
     def _benchmarks(self, step: PaperFolder) -> list[Path]:
         """Return the benchmarks' files to compare a training source with; none for a benchmark and for puzzles.

@@ -67,7 +67,7 @@ from nemo_prorl.rollout.engine.requests import (  # noqa: E402
 from nemo_prorl.rollout.engine.setup import is_cpu_build, limits_of, make_engine, set_environment  # noqa: E402
 from nemo_prorl.rollout.engine.sleep import HELD_SUFFIX, EngineSleep, Refused, wait_while_held  # noqa: E402
 from nemo_prorl.rollout.engine.vllm_internals import kv_cache_use  # noqa: E402
-from nemo_prorl.rollout.engine.weights import Shapes, UnfitWeights, check_fits, check_held, shapes_of_model  # noqa: E402
+from nemo_prorl.rollout.engine.weight_load import Shapes, UnfitWeights, check_fits, check_held, shapes_of_model  # noqa: E402
 from nemo_prorl.service import is_authorized, listening_socket, read_token  # noqa: E402
 from nemo_prorl.tracing import RECORDER, answer  # noqa: E402
 

@@ -87,7 +87,7 @@ def make_engine(args: argparse.Namespace) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    optional: dict[str, Any] = {"worker_extension_cls": "nemo_prorl.rollout.engine.weights.WeightLoader"}
+    optional: dict[str, Any] = {"worker_extension_cls": "nemo_prorl.rollout.engine.weight_load.WeightLoader"}
     if args.float32_head and args.dtype != "float32":
         optional["hf_overrides"] = {"head_dtype": "float32"}
     if args.kv_mb is not None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nemo_prorl.rollout.engine.vllm_internals import NORMS
-from nemo_prorl.rollout.engine.weights import WeightLoader
+from nemo_prorl.rollout.engine.weight_load import WeightLoader
 
 _LANES = 32  # widest vector of a compiled norm, in elements; row lengths must be multiples of it
 _ROWS = 4  # float32 products of at least this many rows are all summed in the same order

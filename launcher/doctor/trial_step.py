@@ -143,7 +143,7 @@ def _trial_folder(beside: Path) -> Iterator[Path]:
 
 def _remove_weights(trial: Path) -> None:
     """Remove the weights that a killed trial left in /dev/shm."""
-    from nemo_prorl.rollout.weights import WeightStore, weights_folder
+    from nemo_prorl.rollout.weight_store import WeightStore, weights_folder
 
     if (published := weights_folder(trial)).is_dir():
         WeightStore(published).remove()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from nemo_prorl.launcher.processes import Child
-from nemo_prorl.launcher.usage import families
+from nemo_prorl.launcher.usage_sampler import families
 from nemo_prorl.stacks import SIGNAL
 
 _log = logging.getLogger(__name__)

@@ -1,8 +1,8 @@
 """A process that records the side effects of a plugin's import, and the network use of its `prepare` and `score`.
 
-`conformance.py` starts it as `python -B -m nemo_prorl.rewards.probe PARENT_PID NAME`, with a JSON object on standard
-input (settings, truths and requests), and reads the findings as JSON from standard output.  The probe relies on
-Python's audit events, so it does not notice C code that writes files or opens connections directly.
+`conformance.py` starts it as `python -B -m nemo_prorl.rewards.import_probe PARENT_PID NAME`, with a JSON object on
+standard input (settings, truths and requests), and reads the findings as JSON from standard output.  The probe relies
+on Python's audit events, so it does not notice C code that writes files or opens connections directly.
 """
 
 import importlib

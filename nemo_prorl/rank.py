@@ -242,7 +242,9 @@ def begin(trainer: Trainer, run_dir: Path) -> None:
     """Resume from the newest checkpoint; without a checkpoint, start the run, from the previous stage if any."""
     cfg, checkpoints, progress = trainer.cfg, trainer.checkpoints, trainer.progress
     newest = checkpoints.newest()
-    trainer.ledger.cut(0 if newest is None else retention.step_of(newest))
+    made = 0 if newest is None else retention.step_of(newest)
+    trainer.ledger.cut(made)
+    trainer.leader.call(lambda: trainer.control.batches.cut(made))
     if newest is not None:
         checkpoints.resume(newest)
         checkpoints.tell_damaged(progress.step)

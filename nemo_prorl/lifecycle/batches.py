@@ -54,6 +54,12 @@ class Batches:
                 self._alarm(step, f"{batch_file(self.folder, step)} was not written: {error.strerror}")
             self._told = True
 
+    def cut(self, step: int) -> None:
+        """Remove the batches after `step`, at the start of a process: their steps are computed again."""
+        for file in self.folder.glob("step-*.safetensors"):
+            if int(file.stem.removeprefix("step-")) > step:
+                file.unlink(missing_ok=True)
+
     def keep(self) -> list[int]:
         """Move the batches that are there to the folder `kept`; return their steps."""
         self.wait()

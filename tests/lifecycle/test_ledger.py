@@ -222,6 +222,16 @@ def test_the_newest_batches_are_kept_and_those_of_each_nth_step(
         read_batch(run.folder, 8)
 
 
+def test_a_start_removes_the_batches_of_steps_that_are_computed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = whole(tmp_path, monkeypatch, max_steps=4)
+    for step in (4, 7):
+        batch_file(run.folder / "batches", step).write_bytes(b"of an earlier attempt")
+    whole(tmp_path, monkeypatch, max_steps=6)
+    assert [step for step in range(9) if stored_batch(run.folder, step)] == [1, 2, 3, 4, 5, 6]
+
+
 def test_batches_can_be_kept_for_ever(tmp_path: Path) -> None:
     batches = Batches(tmp_path, GRPOConfig(keep_batches=2, keep_batches_every=None), lambda step, what: None)
     for step in (1, 2, 3):

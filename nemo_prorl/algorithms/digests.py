@@ -10,18 +10,28 @@ import hashlib
 import torch
 from torch import Tensor
 
-_BLOCK = 1 << 20  # values for which factors are kept
+_BLOCK = 1 << 20  # positions for which factors are kept
 _MODULO = 1 << 64
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}  # bytes of a value: the type of its bits
 
 
 def digest(value: Tensor) -> int:
     """Return the digest of a tensor, in 0..2**64 - 1; its shape does not count."""
-    flat = _bits(value).flatten()
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for block, part in enumerate(torch.split(flat, _BLOCK)):
-        total += (part.long() * _factors(str(flat.device))[: len(part)]).sum() * (_mixed(block) | 1)
+    words = _words(value)
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for block, part in enumerate(torch.split(words, _BLOCK)):
+        factors = _factors(str(words.device))[: len(part)]
+        of_block = torch.dot(part, factors) if part.is_cpu else (part * factors).sum()  # CUDA has no dot of integers
+        total += of_block * (_mixed(block) | 1)
     return int(total) % _MODULO
+
+
+def _words(value: Tensor) -> Tensor:
+    """Return the bits of a tensor as int64, eight bytes each; zeros fill up the last."""
+    flat = value.detach().contiguous().flatten().view(torch.uint8)
+    if len(flat) % 8 or flat.storage_offset() % 8:  # a part of a larger tensor may begin anywhere
+        flat = torch.cat([flat, flat.new_zeros(-len(flat) % 8)])
+    return flat.view(torch.int64)
 
 
 def row_digests(value_BT: Tensor) -> Tensor:

@@ -68,8 +68,10 @@ def _folded(total_B: Tensor) -> Tensor:
 
 def _positions(width: int, device: torch.device) -> Tensor:
     """Return a factor for each position of a row: int64 [width]."""
-    blocks = [_factors(str(device)) * (_mixed(block) | 1) for block in range(1, -(-width // _BLOCK))]
-    return torch.cat([_factors(str(device)), *blocks])[:width]
+    first = _factors(str(device))
+    if width <= _BLOCK:
+        return first[:width]
+    return torch.cat([first, *(first * (_mixed(block) | 1) for block in range(1, -(-width // _BLOCK)))])[:width]
 
 
 def _bits(value: Tensor) -> Tensor:

@@ -86,11 +86,11 @@ def _useless_resets(cfg: DictConfig, made: int, done: list[int]) -> Iterator[str
     begins = cfg.chain.hard_reset and (cfg.chain.after is not None or cfg.chain.start_from is not None)
     empties = resets.parts != "reference" or resets.roll_back
     fix = "only `prorl control RUN reset` would make one. Fix: trainer.resets.at_steps or every"
-    if resets.lr_warmup_steps and not ((planned or begins) and empties):
-        yield (
-            f"trainer.resets.lr_warmup_steps={resets.lr_warmup_steps}: no effect, because no reset of the optimizer is"
-            f" planned; {fix}, or model.optim.sched.warmup_steps for the start"
-        )
+    warmup = f"trainer.resets.lr_warmup_steps={resets.lr_warmup_steps}: no effect, because"
+    if resets.lr_warmup_steps and not empties:
+        yield f"{warmup} trainer.resets.parts=reference leaves the optimizer as it is. Fix: trainer.resets.parts=both"
+    elif resets.lr_warmup_steps and not (planned or begins):
+        yield (f"{warmup} no reset of the optimizer is planned; {fix}, or model.optim.sched.warmup_steps for the start")
     if resets.lr_factor != 1 and not planned:
         yield f"trainer.resets.lr_factor={resets.lr_factor:g}: no effect, because no reset is planned; {fix}"
 

@@ -29,7 +29,10 @@ RESETS = [
         ["lr_warmup_steps=5"],
         "trainer.resets.lr_warmup_steps=5: no effect, because no reset of the optimizer is planned",
     ),
-    (["lr_warmup_steps=5", "at_steps=[3]", "parts=reference"], "trainer.resets.lr_warmup_steps=5: no effect"),
+    (
+        ["lr_warmup_steps=5", "at_steps=[3]", "parts=reference"],
+        "leaves the optimizer as it is. Fix: trainer.resets.parts=both",
+    ),
     (["lr_factor=0.5"], "trainer.resets.lr_factor=0.5: no effect, because no reset is planned"),
     (["roll_back=true", "data.validation=[]"], "trainer.resets.roll_back=true: no effect, because data.validation is"),
     (

@@ -64,7 +64,7 @@ def other_settings(first: Path, second: Path) -> str:
     files = [folder / "config.yaml" for folder in (first, second)]
     if not all(file.is_file() for file in files):
         return ""
-    return changes(read_config(files[0]), read_config(files[1]), FORKED)
+    return changes(read_config(files[0]), read_config(files[1]), (*FORKED, "chain."))
 
 
 def values(first: Path, second: Path, found: Parting) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_prorl import rank, replay_training
+from nemo_prorl import rank, replay_training, settings
 from nemo_prorl.config import GRPOConfig, ResetsConfig
 from nemo_prorl.errors import DataError
 from nemo_prorl.lifecycle import batches as batches_module
@@ -16,7 +16,7 @@ from nemo_prorl.lifecycle.batches import Batches, batch_file, read_batch, stored
 from nemo_prorl.lifecycle.journal_events import Reset
 from nemo_prorl.lifecycle.ledger import read_ledger
 from nemo_prorl.lifecycle.ledger_diff import Norms, Parting, parting
-from nemo_prorl.planning.bisect import norms_of
+from nemo_prorl.planning.bisect import norms_of, other_settings
 from nemo_prorl.trainer import Trainer
 from tests.lifecycle.faults import Killed, killed_at
 from tests.lifecycle.small_run import SmallRun, config
@@ -204,6 +204,14 @@ def test_a_planted_fault_is_found_in_its_step_phase_and_object(
     assert (found.step, found.phase, found.object) == (AT, phase, name), found.words()
     assert found.kind.startswith(kind), found.words()
     assert parting(lines_of(first), lines_of(first)) is None
+
+
+def test_settings_that_differ_are_named_also_those_of_a_fork(tmp_path: Path) -> None:
+    for name, resets in (("none", "false"), ("reset", "true")):
+        (tmp_path / name).mkdir()
+        cfg = settings.load([f"run_dir={tmp_path / name}", "chain.start_from=a", f"chain.hard_reset={resets}"])
+        (tmp_path / name / "config.yaml").write_text(settings.resolved_yaml(cfg))
+    assert other_settings(tmp_path / "none", tmp_path / "reset") == "chain.hard_reset=True (was False)"
 
 
 # --- stored batches --------------------------------------------------------------------------------------------------

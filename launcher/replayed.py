@@ -9,9 +9,6 @@ from typing import Any
 
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.files import read_objects
-from nemo_prorl.lifecycle.batches import stored_batch
-from nemo_prorl.lifecycle.ledger import read_ledger
-from nemo_prorl.lifecycle.ledger_diff import Norms, of_step
 from nemo_prorl.lifecycle.retention import complete, step_of
 from nemo_prorl.lifecycle.run_records import Journal
 from nemo_prorl.planning.bisect import norms_of
@@ -44,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from nemo_prorl import settings
     from nemo_prorl.launcher import job
+    from nemo_prorl.lifecycle.ledger import read_ledger
     from nemo_prorl.replay_training import ReplayPlan
 
     run_dir = args.run_dir.absolute()
@@ -83,6 +81,8 @@ def start_of(run_dir: Path, first: int, last: int) -> tuple[Path | None, int]:
 
     Raises ConfigError: there is no such checkpoint, or a batch of the steps after it was not kept.
     """
+    from nemo_prorl.lifecycle.batches import stored_batch
+
     saved = [folder for folder in complete(run_dir / "checkpoints") if step_of(folder) < first]
     begun = next((e for e in Journal(run_dir).events() if e["event"] == "start"), {})
     if not saved and begun.get("start_from"):
@@ -103,6 +103,9 @@ def start_of(run_dir: Path, first: int, last: int) -> tuple[Path | None, int]:
 
 def report(run_dir: Path, folder: Path, steps: range, changed: bool) -> int:
     """Print for each step whether the digests are equal, its seconds, and the metrics that differ."""
+    from nemo_prorl.lifecycle.ledger import read_ledger
+    from nemo_prorl.lifecycle.ledger_diff import Norms, of_step
+
     ledgers = read_ledger(run_dir), read_ledger(folder)
     lines = tuple({line["step"]: line for line in read_objects(path / "metrics.jsonl")} for path in (run_dir, folder))
     norms = Norms(norms_of(run_dir), norms_of(folder))

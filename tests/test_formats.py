@@ -297,7 +297,7 @@ def test_what_the_nodes_of_a_run_write_fits(tmp_path: Path) -> None:
 
 # --- what a run writes, through the code that writes it --------------------------------------------------------------
 
-NOTING = ("checkpoints", "control", "records", "resets", "validation")  # in the journal
+NOTING = ("checkpoints", "control", "run_records", "resets", "validation")  # in the journal
 SCORES: Any = {
     "all": {"mean": 0.25, "se": 0.1, "prompts": 4},
     "tasks": {"sums": {"mean": 0.25, "se": 0.1, "prompts": 4}},

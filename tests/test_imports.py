@@ -17,7 +17,10 @@ PACKAGE = Path(__file__).resolve().parent.parent / "nemo_prorl"
 @pytest.mark.parametrize(
     ("module", "allowed"),
     [
-        ("nemo_prorl.algorithms", {"torch", "nemo_prorl.config", "nemo_prorl.errors", "nemo_prorl.own_functions"}),
+        (
+            "nemo_prorl.algorithms",
+            {"torch", *(f"nemo_prorl.{name}" for name in ("config", "errors", "own_functions", "schema"))},
+        ),
         ("nemo_prorl.rewards.interface", {"prorl_sandbox"}),
     ],
 )

@@ -103,7 +103,9 @@ def test_nemo_gets_no_scheduler_of_its_own() -> None:
         ),
     ],
 )
-def test_a_plan_tells_the_schedule(overrides: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "trainer.grpo.max_steps=120", *overrides]) == 0
+def test_a_plan_tells_the_schedule(
+    overrides: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", f"run_dir={tmp_path / 'run'}", "trainer.grpo.max_steps=120", *overrides]) == 0
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.strip().startswith("a step")]
     assert line.endswith(told)

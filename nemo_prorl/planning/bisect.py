@@ -5,13 +5,13 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_prorl.errors import ConfigError, DataError
 from nemo_prorl.files import read_objects
-from nemo_prorl.lifecycle.batches import read_batch
-from nemo_prorl.lifecycle.ledger import object_of, read_ledger
-from nemo_prorl.lifecycle.ledger_diff import Norms, Parting, parting
+
+if TYPE_CHECKING:  # they import torch
+    from nemo_prorl.lifecycle.ledger_diff import Parting
 
 _SHOWN_TOKENS = 8
 
@@ -28,6 +28,9 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print where the runs part; return 0 if they are equal, otherwise 1.  Raises ConfigError without ledgers."""
+    from nemo_prorl.lifecycle.ledger import read_ledger
+    from nemo_prorl.lifecycle.ledger_diff import Norms, parting
+
     first, second = read_ledger(args.first), read_ledger(args.second)
     for folder, ledger in ((args.first, first), (args.second, second)):
         if not ledger:
@@ -67,8 +70,11 @@ def other_settings(first: Path, second: Path) -> str:
     return changes(read_config(files[0]), read_config(files[1]), (*FORKED, "chain."))
 
 
-def values(first: Path, second: Path, found: Parting) -> list[str]:
+def values(first: Path, second: Path, found: "Parting") -> list[str]:
     """Return the values of the first response that differs, if both runs have stored the step's batch."""
+    from nemo_prorl.lifecycle.batches import read_batch
+    from nemo_prorl.lifecycle.ledger import object_of
+
     words = found.where.partition(",")[0].split()
     if object_of(found.object if found.object != "groups" else "prompts").phase == "trainer" or words[:1] != [
         "response"

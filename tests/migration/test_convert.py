@@ -402,6 +402,7 @@ def test_the_printed_command_can_be_planned(
     (tmp_path / "mine.jsonl").write_text(json.dumps(record) + "\n")
     data = [f"data.train=[{{name: mine, path: {tmp_path / 'mine.jsonl'}}}]", "data.validation=[]"]
     model = f"pretrained_checkpoint.restore_from_path={paper_model.write(tmp_path / 'model')}"
-    assert cli.main(["plan", *overrides, f"cluster={cluster}", model, functions, *data]) == 0
+    run = [] if any(word.startswith("run_dir=") for word in overrides) else [f"run_dir={tmp_path / 'run'}"]
+    assert cli.main(["plan", *overrides, *run, f"cluster={cluster}", model, functions, *data]) == 0
     shown = capsys.readouterr()
     assert all(row in " ".join(shown.out.split()) for row in rows), shown.err

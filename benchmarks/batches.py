@@ -92,8 +92,7 @@ def main() -> None:
 
     def entries() -> list[bytes]:
         judged = JudgedGroups.of(groups)
-        parts = [torch.cat(mine).tolist() for mine in judged.rows_of_updates(UPDATES, args.ranks)]
-        return [pickle.dumps(mine) for mine in judged.dealt(parts)]
+        return [pickle.dumps(mine) for mine in judged.for_ranks(UPDATES, args.ranks)]
 
     texts, deal_s = timed(entries)
     mine, own_loads_s = timed(lambda: pickle.loads(texts[1 % args.ranks]))

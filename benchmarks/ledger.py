@@ -55,12 +55,12 @@ def rehearsal(folder: Path) -> list[str]:
     own: Any = SimpleNamespace(data_ranks=SimpleNamespace(gather=lambda value: [value]))
     layers = {f"layer {k}": k * 0x1234567 for k in range(LAYERS + 2)}
     own.digests, own.reference_sha256 = (lambda *objects: dict.fromkeys(objects, layers)), (lambda: "0" * 64)
-    ledger = Ledger(folder / "ledger.jsonl", True, own)
+    ledger = Ledger(folder, True, own)
     groups = [group_of(draw, SAMPLES, TOKENS) for draw in range(GROUPS)]
     judged = JudgedGroups.of(groups)
     outcomes = [(group.prompt_id, "mixed") for group in groups] * 2
     ledger.begin()
-    rank0_s, _ = seconds(lambda: ledger.groups(groups, judged, outcomes))
+    rank0_s, _ = seconds(lambda: ledger.groups(1, groups, judged, outcomes))
     width = TOKENS + 128
     values_BT = torch.randn(GROUPS * SAMPLES // RANKS, width)
     numbers_B = torch.arange(len(values_BT))

@@ -87,13 +87,11 @@ class MadeUpRollouts:
         return self._groups.share(self._deal)
 
     def _deal(self, groups: list[Any]) -> Any:
-        import torch
 
         from nemo_prorl.batch import JudgedGroups
 
         judged = JudgedGroups.of(groups)
-        rows = judged.rows_of_updates(self._updates, self._policy.data_ranks.size)
-        return judged.dealt([torch.cat(mine).tolist() for mine in rows])
+        return judged.for_ranks(self._updates, self._policy.data_ranks.size)
 
 
 def trainer_of(cfg: Any, policy: Any, store: Any, groups: list[Any]) -> Any:

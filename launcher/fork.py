@@ -9,6 +9,7 @@ import argparse
 import logging
 import math
 import re
+import shlex
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -32,7 +33,7 @@ _ALL_ARMS = (
     "trainer.resets.every=null",
     "trainer.resets.mode=manual",
 )
-_T95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # Student's t, two sides, by runs
+_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t, two sides, of 2 to 10 runs
 _NORMAL95 = 1.96
 
 
@@ -72,13 +73,14 @@ def run(args: argparse.Namespace) -> int:
     Raises ConfigError: a checkpoint or a key does not exist.
     """
     from nemo_prorl import settings
-    from nemo_prorl.launcher import job
+    from nemo_prorl.launcher import job, run_results
 
     if args.steps < 1:
         raise ConfigError(f"--steps={args.steps}: expected at least 1")
     if args.out is not None and len(args.runs) > 1:
         raise ConfigError(f"--out {args.out}: expected one RUN; without --out each RUN gets its own folder")
     todo: list[tuple[Path, Arm, DictConfig]] = []
+    commands: list[str] = []
     for run_dir in (run_dir.absolute() for run_dir in args.runs):
         if not (run_dir / "config.yaml").is_file():
             raise ConfigError(f"{run_dir} is not a run directory: it has no config.yaml")
@@ -88,13 +90,17 @@ def run(args: argparse.Namespace) -> int:
         for arm in (arm_of(text, parent) for text in args.arms):
             words = [f"run_dir={folder / arm.name}", f"chain.start_from={checkpoint}", *_ALL_ARMS]
             words += [f"trainer.grpo.max_steps={args.steps}", *arm.overrides]
-            if args.dry_run:
-                sys.stdout.write(f"prorl train --config {run_dir / 'config.yaml'} {' '.join(words)}\n")
             todo.append((folder, arm, settings.load_run(words, run_dir / "config.yaml")))
+            commands.append(shlex.join(["prorl", "train", "--config", str(run_dir / "config.yaml"), *words]))
     if args.dry_run:
+        sys.stdout.write("".join(f"{command}\n" for command in commands))
         return 0
     for number, (folder, arm, cfg) in enumerate(todo, 1):
-        _log.info("arm %d of %d: %s in %s", number, len(todo), arm.text, folder / arm.name)
+        name = f"arm {number} of {len(todo)}: {arm.text} in {folder / arm.name}"
+        if run_results.finished_step(folder / arm.name, args.steps) is not None:
+            _log.info("%s is finished", name)
+            continue
+        _log.info("%s", name)
         if code := job.run(cfg, settings.resolved_yaml(cfg)):
             return code
     arms = [arm for _, arm, _ in todo[: len(args.arms)]]
@@ -126,12 +132,8 @@ def report(folders: Sequence[Path], arms: Sequence[Arm], steps: int) -> str:
     for arm in arms:
         own = [scores_of(folder / arm.name, steps) for folder in folders]
         level = statistics.fmean(statistics.fmean(scores.values()) for scores in own)
-        found = compared(base, own)
-        difference = (
-            ("", "")
-            if arm is arms[0]
-            else (f"{found[0]:+.4f}", f"{found[0] - found[1]:+.4f} to {found[0] + found[1]:+.4f}")
-        )
+        mean, half = compared(base, own)
+        difference = (f"{mean:+.4f}", f"{mean - half:+.4f} to {mean + half:+.4f}") if arm is not arms[0] else ("", "")
         tokens = sum(tokens_of(folder / arm.name) for folder in folders)
         rows.append((arm.text, f"{level:.4f}", *difference, f"{tokens / 1e6:.3g} M tokens"))
     over = "prompts; another seed may differ more" if len(folders) == 1 else f"{len(folders)} runs, by Student's t"
@@ -163,8 +165,8 @@ def compared(base: Sequence[Mapping[str, float]], other: Sequence[Mapping[str, f
     ]
     if len(by_run) == 1:
         values, factor = by_run[0], _NORMAL95
-    else:
-        values, factor = [statistics.fmean(run) for run in by_run], _T95.get(len(by_run), _NORMAL95)
+    else:  # more runs than the table has: the last factor, which is too large rather than too small
+        values, factor = [statistics.fmean(run) for run in by_run], _T95[min(len(by_run) - 2, len(_T95) - 1)]
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
     return statistics.fmean(values), factor * error
 

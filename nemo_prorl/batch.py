@@ -213,6 +213,10 @@ class JudgedGroups:
         """
         return [replace(self, rows=self.rows.take(part)) for part in parts]
 
+    def for_ranks(self, updates: int, size: int) -> "list[JudgedGroups]":
+        """Return one copy per data rank, with the tokens that it trains on (`rows_of_updates`, with its arguments)."""
+        return self.dealt([torch.cat(rows).tolist() for rows in self.rows_of_updates(updates, size)])
+
     def batch(self) -> Batch:
         """Return the rows whose tokens are present, padded to the longest row of all groups."""
         return self.rows.batch(int(self.length_B.max()) if len(self.length_B) else 1)

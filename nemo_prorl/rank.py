@@ -128,10 +128,10 @@ def build(cfg: Config, run_dir: Path, policy: Policy, stopping: Stopping) -> Tra
     source = policy.data.only(lambda data: rollout_source(cfg, run_dir, data, policy))
     blend, collector = source.only(lambda source: source.blend), source.only(lambda source: source.collector)
     collector.run_on_leader(lambda collector: stopping.set_abandon(collector.abandon))
-    batches = Batches(run_dir, cfg.trainer.grpo, records.alarm)
-    ledger = Ledger(run_dir / "ledger.jsonl", leader.rank == 0, actor)
-    kept = {"records": records, "leader": leader, "ledger": ledger, "store": batches.store}
-    rollouts = Rollouts(cfg, run_dir, actor, blend=blend, collector=collector, **kept)  # type: ignore[arg-type]
+    ledger = Ledger(run_dir, leader.rank == 0, actor, Batches(run_dir, cfg.trainer.grpo, records.alarm))
+    rollouts = Rollouts(
+        cfg, run_dir, actor, blend=blend, collector=collector, records=records, leader=leader, ledger=ledger
+    )
     validation = Validation(cfg, source.only(lambda source: source.heldout), rollouts, records)
     allowed = kl_after_reset(cfg)  # type: ignore[arg-type]
     resets = Resets(
@@ -170,7 +170,7 @@ def build(cfg: Config, run_dir: Path, policy: Policy, stopping: Stopping) -> Tra
         validation=validation,
         resets=resets,
         checkpoints=checkpoints,
-        control=Control(requests, validation, checkpoints, stopping, batches),
+        control=Control(requests, validation, checkpoints, stopping, ledger),
         records=records,
         stopping=stopping,
         entropy=entropy,
@@ -244,7 +244,6 @@ def begin(trainer: Trainer, run_dir: Path) -> None:
     newest = checkpoints.newest()
     made = 0 if newest is None else retention.step_of(newest)
     trainer.ledger.cut(made)
-    trainer.leader.call(lambda: trainer.control.batches.cut(made))
     if newest is not None:
         checkpoints.resume(newest)
         checkpoints.tell_damaged(progress.step)
@@ -334,8 +333,9 @@ def train(cfg: Config, run_dir: Path, only_warmup: bool) -> None:
         raise
     except ProrlError:  # a checkpoint that is being written gets `stop_s` seconds to complete
         trainer.checkpoints.policy.drain(cfg.trainer.deadlines.stop_s)
-        trainer.control.batches.wait()
         raise
+    finally:
+        trainer.ledger.close()
 
 
 def main(work: Callable[[], None]) -> int:

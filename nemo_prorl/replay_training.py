@@ -8,7 +8,6 @@ FOLDER has a config.yaml, which is the run's but for the keys that the user chan
 """
 
 import json
-import logging
 import signal
 import sys
 from collections.abc import Mapping
@@ -17,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import OmegaConf
 
 from nemo_prorl import device, rank
@@ -36,8 +34,6 @@ from nemo_prorl.metrics import Metrics
 from nemo_prorl.sizing.flops import UpdateSpeed
 from nemo_prorl.sizing.memory import ModelShape
 from nemo_prorl.trainer import Trainer, TrainerState
-
-_log = logging.getLogger(__name__)
 
 PLAN = "replay.json"
 
@@ -89,16 +85,15 @@ class StoredRollouts:
     def _take(self, step: int) -> list[JudgedGroups]:
         groups = read_batch(self.run_dir, step)
         judged = JudgedGroups.of(groups)
-        self.ledger.groups(groups, judged, [])
-        updates = judged.rows_of_updates(self.cfg.trainer.grpo.updates_per_step, self.policy.data_ranks.size)
-        return judged.dealt([torch.cat(rows).tolist() for rows in updates])
+        self.ledger.groups(step, groups, judged, [])
+        return judged.for_ranks(self.cfg.trainer.grpo.updates_per_step, self.policy.data_ranks.size)
 
 
 def build(cfg: Config, folder: Path, policy: Any, plan: ReplayPlan) -> Trainer:
     """Build the parts of a trainer that its `train_step` uses.  A collective."""
     actor, leader, nothing = policy.actor, policy.leader, None  # type: Any, Leader, Any
     records = Records(cfg, folder, leader.rank == 0)
-    ledger = Ledger(folder / "ledger.jsonl", leader.rank == 0, actor)
+    ledger = Ledger(folder, leader.rank == 0, actor)
     ledger.chain = plan.chain
     rollouts: Any = StoredRollouts(cfg, Path(plan.run_dir), actor, ledger, leader)
     allowed = kl_after_reset(cfg)  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ keep-batches` moves those that are there to RUN/batches/kept, where they stay.
 
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from nemo_prorl.config import GRPOConfig
@@ -49,9 +49,10 @@ class Batches:
                 old = int(file.stem.removeprefix("step-"))
                 if old <= step - self._config.keep_batches and not self._stays(old):
                     file.unlink(missing_ok=True)
-        except OSError as error:  # a full disk must not end the training
+        except Exception as error:  # a full disk, for example, must not end the training
             if not self._told:
-                self._alarm(step, f"{batch_file(self.folder, step)} was not written: {error.strerror}")
+                cause = getattr(error, "strerror", None) or error
+                self._alarm(step, f"{batch_file(self.folder, step)} was not written: {cause}")
             self._told = True
 
     def cut(self, step: int) -> None:
@@ -70,8 +71,8 @@ class Batches:
 
     def wait(self) -> None:
         """Wait until the last batch is written, at most a minute."""
-        if self._last is not None:
-            self._last.exception(_WAIT_S)
+        if self._last is not None and wait([self._last], _WAIT_S).not_done:
+            _log.warning("%s: the last batch was not written within %g s", self.folder, _WAIT_S)
 
 
 def batch_file(folder: Path, step: int) -> Path:

@@ -39,8 +39,8 @@ from nemo_prorl.schema import Constraint
 
 if TYPE_CHECKING:  # `prorl control` starts without torch
     from nemo_prorl.leader import LeaderOnly
-    from nemo_prorl.lifecycle.batches import Batches
     from nemo_prorl.lifecycle.checkpoints import Checkpoints
+    from nemo_prorl.lifecycle.ledger import Ledger
     from nemo_prorl.lifecycle.stopping import Stopping
     from nemo_prorl.lifecycle.validation import Validation
 
@@ -248,7 +248,7 @@ class Control:
     validation: "Validation"
     checkpoints: "Checkpoints"
     stopping: "Stopping"
-    batches: "Batches"
+    ledger: "Ledger"
 
     def settle(self, step: int, reset_reasons: Sequence[str]) -> None:
         """At a start, answer the requests of an earlier process (`Requests.settle`)."""
@@ -282,7 +282,7 @@ class Control:
             self.checkpoints.save(step, wait=True)
             return "done", f"checkpoint of step {step}"
         if request.what == "keep-batches":
-            steps = self.requests.call(lambda _: self.batches.keep())
+            steps = self.requests.call(lambda _: self.ledger.keep_batches())
             return "done", f"kept the batches of {len(steps)} steps: {', '.join(map(str, steps)) or 'none'}"
         if request.what == "stop":
             self.checkpoints.save(step, wait=True)
@@ -291,8 +291,7 @@ class Control:
         return "done", f"hard reset after step {step}"
 
     def close(self, step: int) -> None:
-        """At a clean end, answer the requests that are left with `dropped`, and wait for the last batch."""
-        self.batches.wait()
+        """At a clean end, answer the requests that are left with `dropped`."""
         self.requests.run_on_leader(lambda requests: requests.close(step))
 
 

@@ -32,8 +32,10 @@ from torch import Tensor
 from nemo_prorl.algorithms.digests import ragged_digests, row_digests, text_digest
 from nemo_prorl.batch import JudgedGroups
 from nemo_prorl.files import json_lines
+from nemo_prorl.lifecycle.batches import Batches
 from nemo_prorl.metrics import Metrics
 
+_FILE = "ledger.jsonl"
 _DIGITS = 8  # hexadecimal digits of the digest of a response or a group
 _HEAD = re.compile(rb'\{"step": (\d+), "chain": "(\w+)"')  # of a line; a long run has a gigabyte of them
 
@@ -86,9 +88,10 @@ def _timed(method: Callable[..., None]) -> Callable[..., None]:
 class Ledger:
     """The ledger of a run.  Each rank has this object; rank 0 writes."""
 
-    path: Path
+    run_dir: Path
     writes: bool  # True on rank 0 only
     policy: Any  # a policy.actor.Actor
+    batches: Batches | None = None  # None: the groups are not stored
     _objects: dict[str, Any] = field(default_factory=dict)
     _rows: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)  # (numbers, digests) of own responses
     _head: dict[str, Any] = field(default_factory=dict)
@@ -104,14 +107,17 @@ class Ledger:
         self._objects["reference"] = {"sha256": self.policy.reference_sha256()[:16]}
 
     @_timed
-    def groups(self, groups: Sequence[Any], judged: JudgedGroups, outcomes: Sequence[Sequence[str]]) -> None:
-        """Add the groups of the step, on rank 0: prompts, responses and verdicts.
+    def groups(self, step: int, groups: Sequence[Any], judged: JudgedGroups, outcomes: Sequence[Sequence[str]]) -> None:
+        """Add the groups of the step, on rank 0: prompts, responses and verdicts.  Store them in the background.
 
         Args:
+            step: the step that trains on them.
             groups: `rollout.groups.Group` objects.
             judged: the same groups, with the tokens of all responses.
             outcomes: prompt id and outcome of each group that the step decided on.
         """
+        if self.batches is not None:
+            self.batches.store(step, groups)
         rows = judged.rows
         token_N, logp_M = torch.from_numpy(rows.token_N), torch.from_numpy(rows.logp_M)
         length_B, prompt_B, response_B = (torch.from_numpy(n) for n in (rows.length_B, rows.prompt_B, rows.response_B))
@@ -168,27 +174,42 @@ class Ledger:
         objects = dict(sorted(objects.items(), key=lambda item: _place(item[0], order)))
         text = json.dumps([self.chain, objects], separators=(",", ":"))
         self.chain = hashlib.sha256(text.encode()).hexdigest()[:16]
-        with self.path.open("a") as file:
+        with self._path.open("a") as file:
             file.write(json_lines([{"step": step, "chain": self.chain, **self._head, "objects": objects}]))
 
     def cut(self, step: int) -> None:
-        """Remove the lines after `step`, at the start of a process: their steps are computed again."""
+        """Remove lines and batches after `step`, at the start of a process: their steps are computed again."""
         if not self.writes:
             return
+        if self.batches is not None:
+            self.batches.cut(step)
         self.chain, end = "", 0
-        if self.path.exists():
-            with self.path.open("rb") as file:
+        if self._path.exists():
+            with self._path.open("rb") as file:
                 for line in file:
                     head = _HEAD.match(line)
                     if head is None or not line.endswith(b"\n") or int(head[1]) > step:
                         break
                     self.chain, end = head[2].decode(), end + len(line)
-            os.truncate(self.path, end)
+            os.truncate(self._path, end)
+
+    def keep_batches(self) -> list[int]:
+        """Keep the batches that are stored now for ever, on rank 0; return their steps."""
+        return [] if self.batches is None else self.batches.keep()
+
+    def close(self) -> None:
+        """Wait until the last batch is written."""
+        if self.batches is not None:
+            self.batches.wait()
+
+    @property
+    def _path(self) -> Path:
+        return self.run_dir / _FILE
 
 
 def read_ledger(run_dir: Path) -> dict[int, dict[str, Any]]:
     """Return the lines of a run's ledger by step; empty if it has none.  A line that a kill cut short is left out."""
-    path = run_dir / "ledger.jsonl"
+    path = run_dir / _FILE
     if not path.exists():
         return {}
     with path.open("rb") as file:

@@ -76,9 +76,7 @@ def values(first: Path, second: Path, found: "Parting") -> list[str]:
     from nemo_prorl.lifecycle.ledger import object_of
 
     words = found.where.partition(",")[0].split()
-    if object_of(found.object if found.object != "groups" else "prompts").phase == "trainer" or words[:1] != [
-        "response"
-    ]:
+    if words[:1] != ["response"] or object_of(found.object).phase == "trainer":
         return []
     sample, draw = int(words[1]), int(words[4])
     lines = []

@@ -8,8 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from nemo_prorl import device
 from nemo_prorl.batch import JudgedGroups
 from nemo_prorl.config import Config
@@ -54,7 +52,9 @@ class _Records(Protocol):
 class _Ledger(Protocol):
     """The method of `lifecycle.ledger.Ledger` that this module uses."""
 
-    def groups(self, groups: Sequence[Any], judged: JudgedGroups, outcomes: Sequence[Sequence[str]]) -> None: ...
+    def groups(
+        self, step: int, groups: Sequence[Any], judged: JudgedGroups, outcomes: Sequence[Sequence[str]]
+    ) -> None: ...
 
 
 class Rollouts:
@@ -73,11 +73,10 @@ class Rollouts:
         records: _Records,
         leader: Leader,
         ledger: _Ledger,
-        store: Callable[[int, Sequence[Group]], None],
     ) -> None:
-        """Wrap the collector.  `store` keeps the groups that a step trains on (`lifecycle.batches`), on rank 0."""
+        """Wrap the collector."""
         self.collector = collector
-        self._ledger, self._store_batch = ledger, store
+        self._ledger = ledger
         self._cfg, self._policy, self._blend, self._records, self._leader = cfg, policy, blend, records, leader
         self._published: object = None  # (version at the engines, version of the policy then)
         self._asleep = False
@@ -185,11 +184,10 @@ class Rollouts:
         self._report_unread(step, collector.unread_weights)
         self._records.rollouts(step, batch.groups, batch.dropped, collector.renderer.judged_text)
         self._records.disagreements(step, batch.disagreements)
-        self._store_batch(step, batch.groups)
         judged, summary = JudgedGroups.of(batch.groups), batch.without_tokens()
-        self._ledger.groups(batch.groups, judged, batch.outcomes)
-        updates = judged.rows_of_updates(self._cfg.trainer.grpo.updates_per_step, self._policy.data_ranks.size)
-        return [(summary, mine) for mine in judged.dealt([torch.cat(rows).tolist() for rows in updates])]
+        self._ledger.groups(step, batch.groups, judged, batch.outcomes)
+        mine = judged.for_ranks(self._cfg.trainer.grpo.updates_per_step, self._policy.data_ranks.size)
+        return [(summary, rows) for rows in mine]
 
     def _report_unread(self, step: int, unread: Mapping[str, Sequence[str]]) -> None:
         """Raise an alarm for engines with tensors that nothing compares, once for each set of tensors."""

@@ -12,7 +12,7 @@ import pytest
 from nemo_prorl import cli, settings
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.files import write_json
-from nemo_prorl.launcher import fork
+from nemo_prorl.launcher import fork, job
 from nemo_prorl.launcher.fork import arm_of, compared, report
 from nemo_prorl.lifecycle.ledger import read_ledger
 from nemo_prorl.lifecycle.ledger_diff import parting
@@ -73,6 +73,28 @@ def test_the_table_is_of_the_second_half(tmp_path: Path) -> None:
     assert lines[3].startswith("held-out: mean of the validations after step 5; the interval is over prompts")
     with pytest.raises(ConfigError, match=r"none: no validation after step 10. Fix: data.validation, or more steps"):
         report([tmp_path], arms, 20)
+
+
+def test_finished_arms_are_compared_and_nothing_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def started(*_: Any) -> int:
+        raise AssertionError("an arm was started")
+
+    monkeypatch.setattr(job, "run", started)
+    (tmp_path / "checkpoints" / "step-000004").mkdir(parents=True)
+    monkeypatch.setattr(fork, "chosen_checkpoint", lambda run_dir, which: run_dir / "checkpoints" / "step-000004")
+    (tmp_path / "config.yaml").write_text(settings.resolved_yaml(settings.load([f"run_dir={tmp_path}"])))
+    for arm, score in (("none", 0.25), ("reset", 0.5)):
+        validated(tmp_path / "forks" / "4" / arm, {10: {"a": score}}, 2e6)
+        write_json(tmp_path / "forks" / "4" / arm / "summary.json", {"finished": True, "step": 10})
+    assert cli.main(["fork", str(tmp_path), "--steps", "10"]) == 0
+    assert capsys.readouterr().out.splitlines()[2].split()[:3] == ["reset", "0.5000", "+0.2500"]
+    with pytest.raises(AssertionError, match="an arm was started"):
+        cli.main(["fork", str(tmp_path), "--steps", "11"])
+    capsys.readouterr()
+    assert cli.main(["fork", str(tmp_path), "--steps", "11", "--arms", "none", "no.key=1", "--dry-run"]) == 2
+    assert capsys.readouterr().out == ""  # no command before the refusal
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from nemo_prorl.deadlines import Deadline
 from nemo_prorl.lifecycle import control
 from nemo_prorl.lifecycle.batches import Batches, stored_batch
 from nemo_prorl.lifecycle.control import Control, Request, Requests
+from nemo_prorl.lifecycle.ledger import Ledger
 from nemo_prorl.lifecycle.run_records import Journal
 from nemo_prorl.metrics import Metrics
 from tests.lifecycle.parts import leader
@@ -51,9 +52,9 @@ class Run:
 
         self.journal.append = journal_append  # type: ignore[method-assign]
         self.requests = Requests(folder, self.journal, lambda step, what: self.journal.append("alarm", step, what=what))
-        batches = Batches(folder, GRPOConfig(), lambda step, what: None)
+        ledger = Ledger(folder, True, None, Batches(folder, GRPOConfig(), lambda step, what: None))
         itself: Any = self  # validation, checkpoints and stopping of the real one
-        self.control = Control(leader().only(lambda: self.requests), itself, itself, itself, batches)
+        self.control = Control(leader().only(lambda: self.requests), itself, itself, itself, ledger)
         self.saved = folder / "checkpoint.json"
         self.state: dict[str, Any] = {"step": 0, "weights": "", "resets": []}
         if self.saved.exists():
@@ -158,7 +159,7 @@ def test_stored_batches_are_kept_on_request(tmp_path: Path) -> None:
 
     def ask(step: int) -> None:
         if step == 3:
-            run.control.batches.store(3, [])
+            run.control.ledger.batches.store(3, [])
             place(tmp_path, "keep-batches")
 
     run = Run(tmp_path)

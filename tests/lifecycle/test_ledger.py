@@ -1,5 +1,6 @@
 """The ledger: equal runs have equal lines, a planted fault is found where it was planted, stored steps train again."""
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -260,6 +261,29 @@ def test_a_batch_that_cannot_be_written_alarms_once(tmp_path: Path, monkeypatch:
     (told,) = run.alarms()
     assert "step-000001.safetensors was not written: No space left on device" in told
     assert len(run.lines()) == 6
+
+
+def test_a_run_ends_only_when_its_last_batch_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = batches_module.encode
+
+    def slow(groups: Any) -> bytes:
+        time.sleep(0.3)
+        return encode(groups)
+
+    monkeypatch.setattr(batches_module, "encode", slow)
+    run = whole(tmp_path, monkeypatch)
+    assert stored_batch(run.folder, 6)
+
+
+def test_a_batch_that_takes_too_long_does_not_keep_a_run_from_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(batches_module, "_WAIT_S", 0.05)
+    monkeypatch.setattr(batches_module, "encode", lambda groups: time.sleep(1.0) or b"")
+    batches = Batches(tmp_path, GRPOConfig(), lambda step, what: None)
+    batches.store(1, [])
+    batches.wait()
+    assert "the last batch was not written within 0.05 s" in caplog.text
 
 
 # --- replay ----------------------------------------------------------------------------------------------------------

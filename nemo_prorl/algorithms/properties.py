@@ -4,6 +4,7 @@ Each check returns None, or a sentence that says what went wrong and with which 
 than a second on one CPU.
 """
 
+import inspect
 import math
 import traceback
 from collections.abc import Callable
@@ -18,8 +19,10 @@ from torch.overrides import TorchFunctionMode
 from nemo_prorl.algorithms.advantages import ADVANTAGES, group_advantages
 from nemo_prorl.algorithms.losses import denominator_terms, grpo_loss
 from nemo_prorl.algorithms.objectives import OBJECTIVES
+from nemo_prorl.algorithms.reset_rules import RULES
 from nemo_prorl.algorithms.rule_properties import RULE_CHECKS, RULE_REMARKS
 from nemo_prorl.config import GRPOConfig
+from nemo_prorl.errors import ConfigError
 from nemo_prorl.own_functions import file_of
 
 SCALE = 1000.0  # an own loss may have gradients so many times smaller or larger than r A
@@ -403,6 +406,11 @@ _CHECKS: dict[str, tuple[tuple[Check, ...], tuple[Check, ...]]] = {
     "advantage": (ADVANTAGE_CHECKS, ADVANTAGE_REMARKS),
     "reset-rule": (RULE_CHECKS, RULE_REMARKS),
 }
+_EXAMPLES: dict[str, Callable[..., Any]] = {
+    "loss": OBJECTIVES["clip"],
+    "advantage": ADVANTAGES["group_norm"],
+    "reset-rule": RULES["kl_spike"],
+}
 
 
 @dataclass(frozen=True)
@@ -431,24 +439,37 @@ def trial(kind: str, place: str, config: Any) -> Trial:
     """
     checks, unusual = _CHECKS[kind]
     config = replace(config, asks=[place]) if kind == "reset-rule" else replace(config, **{kind: place})
-    faults = _findings(checks[:1], config, place)
+    faults = _findings(checks[:1], config, kind, place)
     held = 0
     if not faults:
-        faults = _findings(checks[1:], config, place)
+        faults = _findings(checks[1:], config, kind, place)
         held = len(checks) - len(faults)
     summary = f"{kind} {place}: {held} of {len(checks)} properties hold"
-    return Trial(faults, {} if faults else _findings(unusual, config, place), summary)
+    return Trial(faults, {} if faults else _findings(unusual, config, kind, place), summary)
 
 
-def _findings(checks: tuple[Check, ...], config: Any, place: str) -> dict[str, str]:
+def _raised(error: Exception, kind: str, place: str) -> str:
+    """Return a sentence about an error of the user's function, with its line, or the arguments if it was not entered.
+
+    Our own errors name its place, which the reader knows.
+    """
+    cause = error.__cause__ or error
+    frames = traceback.extract_tb(cause.__traceback__)
+    lines = [f" (line {frame.lineno})" for frame in frames if Path(frame.filename) == file_of(place)]
+    more = lines[-1] if lines else ""
+    if not lines and isinstance(cause, TypeError) and "argument" in str(cause):
+        more = f"; it is called with ({', '.join(inspect.signature(_EXAMPLES[kind]).parameters)})"
+    told = str(error).rpartition(f"{place}: ")[2] if isinstance(error, ConfigError) else ""
+    return f"{told or f'it raised {type(error).__name__}: {error}'}{more}"
+
+
+def _findings(checks: tuple[Check, ...], config: Any, kind: str, place: str) -> dict[str, str]:
     found = {}
     for check in checks:
         try:
             sentence = check(config)
-        except Exception as error:  # of the user's function
-            frames = traceback.extract_tb((error.__cause__ or error).__traceback__)
-            lines = [f" (line {frame.lineno})" for frame in frames if Path(frame.filename) == file_of(place)]
-            sentence = f"it raised {type(error).__name__}: {error}{lines[-1] if lines else ''}"
+        except Exception as error:
+            sentence = _raised(error, kind, place)
         if sentence:
             found[check.__name__] = sentence
     return found

@@ -15,9 +15,11 @@ from typing import Any
 from nemo_prorl.algorithms.reset_rules import Finding, History, findings_of
 from nemo_prorl.config import ResetRulesConfig
 from nemo_prorl.errors import ConfigError
+from nemo_prorl.own_functions import function_at
 from nemo_prorl.schema import METRICS
 
 STEPS = 400
+_RESUMED = 150  # first step of a process that begins late
 FALL, RISE = 0.2, 5.0
 # Usual values of metrics; the validations are measured each tenth step.
 _METRICS = {
@@ -63,8 +65,10 @@ def histories(factor: float) -> Iterator[History]:
         yield history
 
 
-def _found(rules: ResetRulesConfig, factor: float) -> list[Finding]:
-    return [finding for history in histories(factor) for finding in findings_of(rules.asks[0], history, rules)]
+def _found(rules: ResetRulesConfig, factor: float, first: int = 1) -> list[Finding]:
+    """Return what the rule finds after the steps from `first` on."""
+    late = (history for history in histories(factor) if history.step >= first)
+    return [finding for history in late for finding in findings_of(rules.asks[0], history, rules)]
 
 
 def rule_call(rules: ResetRulesConfig) -> str | None:
@@ -90,16 +94,21 @@ def _unknown(rules: ResetRulesConfig) -> str | None:
     names = {f"{prefix}/{name}".lstrip("/") for prefix, every in METRICS.items() for name in every.split()}
     for key in sorted(asked):
         if key not in names and f"{key.rpartition('/')[0]}/TASK" not in names:
-            near = difflib.get_close_matches(key, sorted(names), 3, 0.5)
+            same_name = [name for name in sorted(names) if name.split("/")[-1] == key.split("/")[-1]]
+            near = same_name or difflib.get_close_matches(key, sorted(names), 3, 0.5)
             meant = f"did you mean {', '.join(near)}" if near else "docs/reference/metrics.md has all"
             return f"it asks for the metric {key}, which no run writes; {meant}"
     return None
 
 
 def repeatable(rules: ResetRulesConfig) -> str | None:
-    """The same metrics give the same findings, so that a resumed run decides as one that was never interrupted."""
-    differs = any(_found(rules, factor) != _found(rules, factor) for factor in (FALL, RISE))
-    return "the same metrics gave other findings the second time: a rule has no state of its own" if differs else None
+    """A process that begins later, with the file imported again, finds the same in its steps, as a resumed run must."""
+    for factor in (FALL, RISE):
+        whole = [finding for finding in _found(rules, factor) if finding.step >= _RESUMED]
+        function_at.cache_clear()
+        if whole != _found(rules, factor, _RESUMED):
+            return "a resumed run found something else in the same metrics: a rule has no state of its own"
+    return None
 
 
 def read_only(rules: ResetRulesConfig) -> str | None:

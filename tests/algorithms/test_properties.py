@@ -1,5 +1,6 @@
 """The properties of losses, advantages and reset rules: of ours, and planted faults by the right one."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,7 @@ RULE_FAULTS: list[tuple[str, set[str], set[str]]] = [
     ("yield history.finding('kl', float('inf'), 0, 'words')", {"rule_call"}, set()),
     ("yield history.finding('kl', *history.series['kl'][-1], 'words')", {"rule_call"}, set()),
     ("yield history.finding('kl', seen.append(9) or len(seen), 0, 'words')", {"repeatable"}, set()),
+    ("seen.append(9); yield from [history.finding('kl', 1, 0, 'words')] * (len(seen) == 250)", {"repeatable"}, set()),
     ("history.series.clear(); yield from ()", {"read_only"}, set()),
     ("history.series['kl']; yield from ()", {"rule_call"}, set()),  # there is none before the first step
     ("if history.step == 7: 1 / 0\n    yield from ()", {"rule_call"}, set()),
@@ -175,10 +177,31 @@ def test_a_planted_fault_of_a_rule_is_caught(text: str, faults: set[str], remark
     assert (set(found.faults), set(found.remarks)) == (faults, remarks)
 
 
+@pytest.mark.parametrize(
+    ("kind", "text", "told"),
+    [
+        (
+            "loss",
+            "def own(logp, old, advantage, mask): return logp",
+            "loss_call: it raised TypeError: own.. takes 4 positional arguments but 5 were given; it is called with"
+            " .logp_BT, old_logp_BT, advantage_BT, mask_BT, config.$",
+        ),
+        ("advantage", "def own(reward): return reward", "it is called with .centred_GN, reward_GN, valid_GN.$"),
+        ("reset-rule", "def own(history): yield", "rule_call: after step 0 it raised TypeError: .*history, rules.$"),
+        ("advantage", "def own(a, b, c): return a + 'x'", r"it raised TypeError: .*str.* .line 1.$"),
+    ],
+)
+def test_wrong_arguments_are_told_with_the_right_ones(kind: str, text: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(text)
+    config = ResetRulesConfig() if kind == "reset-rule" else GRPOConfig()
+    assert re.search(told, trial(kind, f"{tmp_path}/own.py:own", config).words().splitlines()[0])
+
+
 @pytest.mark.parametrize("read", ["history.series.get({!r}, [])", "history.series[{!r}]", "{!r} in history.series"])
 def test_a_metric_that_no_run_writes_is_named(read: str, tmp_path: Path) -> None:
     told = {
         "policy/gradnorm": "did you mean policy/grad_norm, policy/max_grad_norm",
+        "policy/entropy": "did you mean entropy",
         "rollout/length": "did you mean rollout/stale",
         "reward": "did you mean reward/TASK",
         "quite unknown": "docs/reference/metrics.md has all",

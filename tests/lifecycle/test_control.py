@@ -52,7 +52,8 @@ class Run:
 
         self.journal.append = journal_append  # type: ignore[method-assign]
         self.requests = Requests(folder, self.journal, lambda step, what: self.journal.append("alarm", step, what=what))
-        ledger = Ledger(folder, True, None, Batches(folder, GRPOConfig(), lambda step, what: None))
+        self.batches = Batches(folder, GRPOConfig(), lambda step, what: None)
+        ledger = Ledger(folder, True, None, self.batches)
         itself: Any = self  # validation, checkpoints and stopping of the real one
         self.control = Control(leader().only(lambda: self.requests), itself, itself, itself, ledger)
         self.saved = folder / "checkpoint.json"
@@ -159,7 +160,7 @@ def test_stored_batches_are_kept_on_request(tmp_path: Path) -> None:
 
     def ask(step: int) -> None:
         if step == 3:
-            run.control.ledger.batches.store(3, [])
+            run.batches.store(3, [])
             place(tmp_path, "keep-batches")
 
     run = Run(tmp_path)

@@ -141,7 +141,7 @@ REWARD = "def own(prompt, response):\n    return 1.0\n"
         (
             "trainer.resets.rules.asks",
             RULE,
-            "rule_call: it raised ConfigError: .*after step 0 it raised KeyError: 'kl'",
+            "rule_call: after step 0 it raised KeyError: 'kl'",
         ),
         ("rewards.functions.units", REWARD, "expected a function of .prompt, response, truth."),
     ],

@@ -177,7 +177,7 @@ def test_responses_without_a_verdict_are_an_alarm_once_in_a_row_of_steps() -> No
         tasks = {"a": TaskTally(judged=8 - masked, masked=masked), "b": TaskTally(judged=4)}
         leader: Any = OneBatch(CollectedBatch(step, 0, 1, tasks=tasks, unjudged="it hung" if masked else ""))
         metrics = Metrics(step, "none")
-        Rollouts(cfg, Path("run"), None, None, leader, records, None, None, None).collect(metrics)  # type: ignore[arg-type]
+        Rollouts(cfg, Path("run"), None, None, leader, records, None, None).collect(metrics)  # type: ignore[arg-type]
         lines.append(metrics.as_json())
     assert alarms == [
         (2, "2 of 12 responses have no verdict and are masked; the first: it hung"),
@@ -196,7 +196,7 @@ def test_a_verifier_that_errs_on_canaries_is_an_alarm_also_across_a_resume() -> 
         batch = CollectedBatch(1, 0, 1, canaries={"right/math": 1, "false_rejects/math": 1})
         records = SimpleNamespace(alarm=lambda step, what: alarms.append((step, what)), lines=lambda: lines)
         leader: Any = OneBatch(batch)
-        made = Rollouts(cfg, Path("run"), None, None, leader, records, None, None, None)  # type: ignore[arg-type]
+        made = Rollouts(cfg, Path("run"), None, None, leader, records, None, None)  # type: ignore[arg-type]
         made.load_state_dict({})
         return made
 

@@ -76,6 +76,7 @@ def check_stages(cfgs: Sequence[DictConfig], will_start: bool = True) -> Iterato
     checked: dict[str, CheckedFiles] = {}
     for cfg in cfgs:
         check_own_functions(cfg)
+        check_generators(cfg)
         data = _present(cfg)
         files = OmegaConf.to_yaml({**data, "tasks": None})
         key = OmegaConf.to_yaml(
@@ -162,6 +163,15 @@ def check_prompts(
         for record in warmup_records(cast(Config, cfg), fit(cfg, LoadedData(list(every), []), lengths).train):
             warmup_target(record)
     return fitted
+
+
+def check_generators(cfg: DictConfig) -> None:
+    """Raise ConfigError if a generator of problems refuses its options."""
+    from nemo_prorl.data.laptop.generators import drawer
+
+    for source in (*cfg.data.train, *cfg.data.validation):
+        if source.generator is not None and source.options:
+            drawer(source)
 
 
 def check_own_functions(cfg: DictConfig) -> None:

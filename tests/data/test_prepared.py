@@ -210,6 +210,19 @@ def test_a_misspelt_dataset_is_refused_with_near_names(
     assert "Did you mean reasoning_gym:chain_sum or reasoning_gym:" in caplog.text
 
 
+@pytest.mark.parametrize("command", [["plan"], ["train", "--dry-run"]], ids=" ".join)
+def test_a_misspelt_option_of_a_generator_is_refused(
+    command: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for generator, told in (
+        ("reasoning_gym:chain_sum", "unknown option min_word; expected one of .*min_terms"),
+        ("arithmetic", "unknown option min_word; expected one of max_values"),
+    ):
+        source = f"{{name: a, generator: '{generator}', size: 10, options: {{min_word: 3}}}}"
+        assert cli.main([*command, f"run_dir={tmp_path}/run", f"data.train=[{source}]"]) == 2
+        assert re.search(f"data source 'a': {generator}: {told}", caplog.text)
+
+
 def test_the_names_of_datasets_are_those_of_the_package() -> None:
     from reasoning_gym.factory import DATASETS
 

@@ -63,7 +63,7 @@ def generate(
     """
     if source.size is None or source.size < 1:
         raise ConfigError(f"data source '{source.name}': size is {source.size}; a generator needs at least 1")
-    draw = _drawer(source)
+    draw = drawer(source)
     seen = set(held_out)
     records: list[Record] = []
     repeats = 0
@@ -123,8 +123,11 @@ def _fraction_text(value: object) -> str:
     raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
-def _drawer(source: DataSource) -> Draw:
-    """Return the source's draw function: draw number -> {"task", "prompt", "truth"}."""
+def drawer(source: DataSource) -> Draw:
+    """Return the source's draw function: draw number -> {"task", "prompt", "truth"}.
+
+    Raises ConfigError: the generator or one of its options does not exist, or it refuses a value.
+    """
     name = source.generator or ""
     if name in _PROBLEMS:
         return _PROBLEMS[name](source)

@@ -50,6 +50,24 @@ def test_equal_runs_have_equal_ledgers_also_if_one_is_killed(tmp_path: Path, mon
     assert len({line["chain"] for line in lines_of(first).values()}) == 6
 
 
+def test_a_line_has_the_settings_of_each_update_and_a_step_without_groups_has_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prepare(run: SmallRun, trainer: Trainer) -> None:
+        run.cfg.model["optim"]["sched"] = {"name": "linear", "warmup_steps": 2}
+        change_batch(run, lambda batch: replace(batch, groups=[]))
+
+    run = whole(tmp_path, monkeypatch, prepare)
+    lines, metrics = lines_of(run), {line["step"]: line for line in run.lines()}
+    assert list(lines) == [1, 2, 3, 4, 5, 6]
+    assert lines[AT]["draws"] == []
+    rates = {step: metrics[step]["policy/lr"] for step in (1, 2, 4, 5, 6)}
+    assert len(set(rates.values())) > 2
+    for step, rate in rates.items():
+        own = [value for name, value in lines[step]["objects"].items() if name.endswith("/settings")]
+        assert own == [{"lr": repr(rate), "entropy_coef": repr(run.cfg.trainer.grpo.entropy_coef)}] * 2
+
+
 # --- planted faults --------------------------------------------------------------------------------------------------
 
 

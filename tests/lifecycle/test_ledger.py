@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from nemo_prorl import rank, replay_training, settings
+from nemo_prorl.algorithms.correction import rollout_correction
 from nemo_prorl.config import GRPOConfig, ResetsConfig
 from nemo_prorl.errors import DataError
 from nemo_prorl.lifecycle import batches as batches_module
@@ -223,6 +224,19 @@ def test_a_planted_fault_is_found_in_its_step_phase_and_object(
     assert (found.step, found.phase, found.object) == (AT, phase, name), found.words()
     assert found.kind.startswith(kind), found.words()
     assert parting(lines_of(first), lines_of(first)) is None
+
+
+def test_other_weights_of_the_loss_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = whole(tmp_path / "first", monkeypatch)
+
+    def doubled(*given: Any) -> Any:
+        weight_BT, metrics = rollout_correction(*given)
+        return 2 * weight_BT, metrics
+
+    monkeypatch.setattr("nemo_prorl.trainer.rollout_correction", doubled)
+    found = parting(lines_of(first), lines_of(whole(tmp_path / "second", monkeypatch)))
+    assert found is not None
+    assert (found.step, found.object) == (1, "weight")
 
 
 def test_settings_that_differ_are_named_also_those_of_a_fork(tmp_path: Path) -> None:

@@ -62,6 +62,10 @@ def test_a_line_has_the_settings_of_each_update_and_a_step_without_groups_has_a_
     lines, metrics = lines_of(run), {line["step"]: line for line in run.lines()}
     assert list(lines) == [1, 2, 3, 4, 5, 6]
     assert lines[AT]["draws"] == []
+    for step, line in lines.items():
+        outcomes = [outcome for _, outcome in line["outcomes"]]  # also of dropped groups
+        assert outcomes.count("solved") / len(outcomes) == metrics[step]["solved/all"]
+        assert outcomes.count("unsolved") / len(outcomes) == metrics[step]["unsolved/all"]
     rates = {step: metrics[step]["policy/lr"] for step in (1, 2, 4, 5, 6)}
     assert len(set(rates.values())) > 2
     for step, rate in rates.items():

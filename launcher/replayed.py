@@ -3,7 +3,7 @@
 import argparse
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,21 +39,37 @@ def run(args: argparse.Namespace) -> int:
         0 if all digests are equal, or if keys were changed; 1 if a digest differs; the exit code of the ranks if they
         failed.
     """
+    run_dir = args.run_dir.absolute()
+    first, last = args.first, args.first if args.last is None else args.last
+    if not 1 <= first <= last:
+        raise ConfigError(f"--from={first} --to={last}: expected steps with 1 <= A <= B")
+    folder = run_dir / "replays" / f"{first}-{last}"
+    if code := train_again(run_dir, folder, first, last, args.changed):
+        return code
+    return report(run_dir, folder, range(first, last + 1), bool(args.changed))
+
+
+def train_again(
+    run_dir: Path, folder: Path, first: int, last: int, changed: Sequence[str] = (), audit: bool = False
+) -> int:
+    """Train steps of a run again in a new folder, which replaces an old one; return the exit code of the ranks.
+
+    Args:
+        changed: overrides of the run's configuration.
+        audit: write what `prorl audit` compares.
+
+    Raises ConfigError: there is no such run, or it does not have the checkpoint or the batches that this needs.
+    """
     from nemo_prorl import settings
     from nemo_prorl.launcher import job
     from nemo_prorl.lifecycle.ledger import read_ledger
     from nemo_prorl.replay_training import ReplayPlan
 
-    run_dir = args.run_dir.absolute()
-    first, last = args.first, args.first if args.last is None else args.last
-    if not 1 <= first <= last:
-        raise ConfigError(f"--from={first} --to={last}: expected steps with 1 <= A <= B")
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"{run_dir} is not a run directory: it has no config.yaml")
     original = read_ledger(run_dir)
     checkpoint, before = start_of(run_dir, first, last)
-    folder = run_dir / "replays" / f"{first}-{last}"
-    cfg = settings.load([f"run_dir={folder}", *args.changed], run_dir / "config.yaml")
+    cfg = settings.load([f"run_dir={folder}", *changed], run_dir / "config.yaml")
     shutil.rmtree(folder, ignore_errors=True)
     for name in ("logs", "endpoints"):
         (folder / name).mkdir(parents=True)
@@ -70,10 +86,9 @@ def run(args: argparse.Namespace) -> int:
         last=last,
         chain=chain,
         resets=resets,
+        audit=audit,
     ).write(folder)
-    if code := job.replay(cfg, folder):
-        return code
-    return report(run_dir, folder, range(first, last + 1), bool(args.changed))
+    return job.replay(cfg, folder)
 
 
 def start_of(run_dir: Path, first: int, last: int) -> tuple[Path | None, int]:

@@ -137,7 +137,7 @@ def _add_parts(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     from nemo_prorl.data.prepare import cli as data_cli
     from nemo_prorl.evaluation import cli as evaluation_cli
     from nemo_prorl.evaluation import probe, watch
-    from nemo_prorl.launcher import chain, doctor, fork, replayed
+    from nemo_prorl.launcher import audit, chain, doctor, fork, replayed
     from nemo_prorl.lifecycle import control
     from nemo_prorl.migration import cli as migration_cli
     from nemo_prorl.planning import bisect, replay
@@ -146,7 +146,19 @@ def _add_parts(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     from nemo_prorl.rewards import cli as rewards_cli
     from nemo_prorl.rewards import reverify
 
-    for module in (rewards_cli, data_cli, chain, control, replay, bisect, replayed, fork, migration_cli, reverify):
+    for module in (
+        rewards_cli,
+        data_cli,
+        chain,
+        control,
+        replay,
+        bisect,
+        replayed,
+        audit,
+        fork,
+        migration_cli,
+        reverify,
+    ):
         module.add_parser(commands)
     commands.choices["rewards"].set_defaults(run_command=rewards_cli.run)
     doctor.add_parser(commands, _try_step)

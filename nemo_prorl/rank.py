@@ -97,16 +97,21 @@ class Policy:
 
 def make_base(cfg: Config, run_dir: Path, policy: Policy, base: Path) -> None:
     """Warm the policy up with supervised steps, and write it to `base` as a Hugging Face folder."""
-    from nemo_prorl.policy.weights import write_hf_folder
-
     warmup, actor = cfg.trainer.warmup, policy.actor
     _log.info("warm-up: %d supervised steps with %d answers each", warmup.steps, warmup.batch_size)
     examples = policy.data.call(lambda data: warmup_examples(cfg, data, policy))
     warm_up(actor, examples, warmup, float(cfg.model["optim"]["lr"]))
     actor.set_reference()
-    tensors = [(name, t.cpu()) for name, t in actor.export_weights()]
+    write_policy(policy, base)
+
+
+def write_policy(policy: Policy, folder: Path) -> None:
+    """Write the weights in use as a Hugging Face folder.  A collective."""
+    from nemo_prorl.policy.weights import write_hf_folder
+
+    tensors = [(name, t.cpu()) for name, t in policy.actor.export_weights()]
     if policy.leader.rank == 0:
-        write_hf_folder(base, iter(tensors), initial_model(cfg, run_dir), None)
+        write_hf_folder(folder, iter(tensors), policy.folder, None)
     policy.leader.barrier()
 
 

@@ -16,7 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import OmegaConf
+from safetensors.torch import save_file
 
 from nemo_prorl import device, rank
 from nemo_prorl.algorithms.entropy import AdaptiveEntropy
@@ -28,7 +30,7 @@ from nemo_prorl.lifecycle.batches import read_batch
 from nemo_prorl.lifecycle.journal_events import Reset
 from nemo_prorl.lifecycle.ledger import Ledger
 from nemo_prorl.lifecycle.resets import Resets
-from nemo_prorl.lifecycle.run_records import Records
+from nemo_prorl.lifecycle.run_records import Records, write_rollouts
 from nemo_prorl.lifecycle.tolerances import kl_after_reset
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.sizing.flops import UpdateSpeed
@@ -36,6 +38,7 @@ from nemo_prorl.sizing.memory import ModelShape
 from nemo_prorl.trainer import Trainer, TrainerState
 
 PLAN = "replay.json"
+LOGPROBS = "logprobs.safetensors"
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,8 @@ class ReplayPlan:
     """What to train again.
 
     `checkpoint`: of the run; None: from the weights that the run began with.  `before`: step of these weights.
-    `chain`: the ledger's chain after that step.  `resets`: hard resets after it, by step.
+    `chain`: the ledger's chain after that step.  `resets`: hard resets after it, by step.  `audit`: before the last
+    step, also write what `prorl audit` compares (`write_evidence`).
     """
 
     run_dir: str
@@ -52,6 +56,7 @@ class ReplayPlan:
     last: int
     chain: str
     resets: Mapping[int, Reset]
+    audit: bool = False
 
     def write(self, folder: Path) -> None:
         (folder / PLAN).write_text(json.dumps(asdict(self)))
@@ -128,16 +133,36 @@ def replay(cfg: Config, folder: Path) -> None:
     trainer, store = build(cfg, folder, policy, plan), policy.store(cfg)
     if plan.checkpoint is not None:
         state = store.load(Path(plan.checkpoint))
-        trainer.progress.load_state_dict(state["trainer"])
-        trainer.progress.unfinished = None
         trainer.entropy.load_state_dict(state["entropy"])
         trainer.resets.done, trainer.resets.fresh = list(state["resets"]["done"]), bool(state["resets"]["fresh"])
     checkpoints = Path(plan.run_dir) / "checkpoints"
     for step in range(plan.before + 1, plan.last + 1):
+        if plan.audit and step == plan.last:
+            write_evidence(cfg, folder, policy, trainer.rollouts, step)
         metrics = trainer.train_step(step)
         trainer.records.log(metrics)
         if (reset := plan.resets.get(step)) is not None:
             trainer.resets.repeat(reset, lambda back_to: store.load_policy(retention.step_folder(checkpoints, back_to)))
+
+
+def write_evidence(cfg: Config, folder: Path, policy: Any, rollouts: Any, step: int) -> None:
+    """Write the policy before a step, the trainer's log-probabilities, and all responses with verdicts.  A collective.
+
+    The files in `folder`: policy/ (Hugging Face), logprobs.safetensors (of each response by its number), and
+    rollouts/step-N.jsonl.
+    """
+    ranks = policy.actor.data_ranks
+    judged = rollouts.collect(Metrics(step, cfg.stage))
+    rows, numbers = judged.rows, judged.rows_of_updates(cfg.trainer.grpo.updates_per_step, ranks.size)[ranks.rank]
+    logp_BT, _ = policy.actor.logprobs(judged.batch())
+    bounds = zip(torch.cat(numbers).tolist(), rows.prompt_B.tolist(), rows.length_B.tolist(), strict=True)
+    own = {str(number): logp_BT[b, begin:end].clone() for b, (number, begin, end) in enumerate(bounds)}
+    every = {name: value for part in ranks.gather(own) for name, value in part.items()}
+    rank.write_policy(policy, folder / "policy")
+    if policy.leader.rank == 0:
+        save_file(every, folder / LOGPROBS)
+        groups = read_batch(rollouts.run_dir, step)
+        write_rollouts(folder, step, groups, set(judged.draws), policy.renderer.judged_text)
 
 
 if __name__ == "__main__":

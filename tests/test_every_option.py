@@ -318,6 +318,11 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "tests/test_main_job.py::test_a_run_can_be_asked_why": (
         *("bisect RUN", "bisect OTHER", "bisect --json", "replay-training --with"),
     ),
+    "tests/test_main_job.py::test_an_audit_names_the_side_that_is_off": (
+        "audit RUN",
+        "audit --step",
+        "audit --responses",
+    ),
     "tests/test_main_job.py::replay": ("replay-training RUN", "replay-training --from", "replay-training --to"),
     "tests/lifecycle/test_control.py::test_stored_batches_are_kept_on_request": ("control what=keep-batches",),
     "tests/launcher/test_fork.py::test_equal_arms_are_equal_to_the_bit": (

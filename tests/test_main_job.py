@@ -1,6 +1,8 @@
 """The main job, end to end, as a user runs it: NeMo-Aligner's model, vLLM and real verifiers, small but whole."""
 
 import json
+import re
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from nemo_prorl import cli
+from nemo_prorl.lifecycle.batches import batch_file, read_batch
 from nemo_prorl.report.status import run_state, status
+from nemo_prorl.rollout.group_arrays import encode
 from tests.test_formats import against
 from tests.whole_runs import (
     STEPS,
@@ -185,6 +189,32 @@ def test_a_run_can_be_asked_why(undisturbed: Path, disturbed: Path, capsys: pyte
     assert logs == {"all", "trainer-0"}
     assert replay(undisturbed, 3, 3, "--with", "model.optim.lr=1e-3") == 0
     assert "update 1/settings: lr (configuration)" in capsys.readouterr().out
+
+
+def test_an_audit_names_the_side_that_is_off(
+    undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    audit = ["audit", str(undisturbed), "--step", "3", "--responses", "4"]
+    assert cli.main(audit) == 0
+    told = capsys.readouterr().out
+    assert told.endswith("off: nothing\n")
+    for side in ("engine", "trainer"):
+        [line] = [line.split() for line in told.splitlines() if line.startswith(side)]
+        assert line[1] == "float32"
+        assert 0.0 < float(line[2]) < 1e-5
+    run = tmp_path / "run"
+    shutil.copytree(undisturbed, run, symlinks=True)
+    groups, file = read_batch(run, 3), batch_file(run / "batches", 3)
+    group = next(group for group in groups if group.version == 2)
+    group.responses[1].logprobs[:] = [logprob - 1.0 for logprob in group.responses[1].logprobs]
+    group.verdicts[0]["score"] = 1.0 - float(group.verdicts[0]["score"] or 0.0)
+    file.write_bytes(encode(groups))
+    assert cli.main(["audit", str(run), "--step", "3", "--responses", "1"]) == 1
+    told = capsys.readouterr().out
+    assert re.search(r"^off: engine: 1 nats per token from float64, expected at most 0.001 in float32$", told, re.M)
+    assert "off: trainer" not in told
+    assert "off: rewards: 1 verdicts differ when the responses are judged again" in told
+    assert "off: the step is not the same when it is trained again: step 3, sampling: " in told
 
 
 def replay(run: Path, first: int, last: int, *options: str) -> int:

@@ -67,20 +67,45 @@ def run(args: argparse.Namespace) -> int:
     if args.only_changed and not args.out:
         raise ConfigError("--only-changed: expected together with --out FILE, to which it applies")
     files = rollout_files(args.source)
+    summary = judge_again(
+        files,
+        args.workers,
+        settings=args.settings,
+        unsafe_no_sandbox=args.unsafe_no_sandbox,
+        out=args.out,
+        only_changed=args.only_changed,
+    )
+    sys.stdout.write("\n".join(summary.lines()) + "\n")
+    return 0
+
+
+def judge_again(
+    files: list[Path],
+    workers: int = 1,
+    settings: dict[str, Any] | None = None,
+    unsafe_no_sandbox: bool = False,
+    out: str = "",
+    only_changed: bool = False,
+) -> "Summary":
+    """Judge the responses of rollout files again, print each changed verdict, and return the counts.
+
+    Args:
+        settings: of the plugins; None: those of the run that wrote the files.
+        out: file to which old and new verdicts are written; empty: none.
+
+    Raises as `run`.
+    """
     tasks = sorted({stored.request.task for stored in read_all(files)})
     if not tasks:
-        raise DataError(f"{args.source}: contains no response; see trainer.grpo.save_rollout_groups")
-    configured = _rewards_of(files[0], args.settings is None)
-    settings = configured.get("plugins", {}) if args.settings is None else args.settings
+        raise DataError(f"{files[0]}: contains no response; see trainer.grpo.save_rollout_groups")
+    configured = _rewards_of(files[0], settings is None)
+    settings = configured.get("plugins", {}) if settings is None else settings
     registry = discover(functions=configured.get("functions"))
     if missing := [task for task in tasks if task not in registry.tasks()]:
         raise ConfigError(f"{registry.unknown(missing[0])}. Fix: install the plugin that judged these responses")
-    specs = plan_pools(registry, tasks, args.workers, settings, unsafe_no_sandbox=args.unsafe_no_sandbox)
-    service = RewardService(specs, registry)
-    with opened(args.out) if args.out else contextlib.nullcontext() as out:
-        summary = asyncio.run(_judge_all(service, files, args.workers, out, args.only_changed))
-    sys.stdout.write("\n".join(summary.lines()) + "\n")
-    return 0
+    specs = plan_pools(registry, tasks, workers, settings, unsafe_no_sandbox=unsafe_no_sandbox)
+    with opened(out) if out else contextlib.nullcontext() as file:
+        return asyncio.run(_judge_all(RewardService(specs, registry), files, workers, file, only_changed))
 
 
 # --- what is stored --------------------------------------------------------------------------------------------------
@@ -211,6 +236,11 @@ class Summary:
 
     def __init__(self) -> None:
         self._counts: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+
+    @property
+    def changed(self) -> int:
+        """Return the number of changed verdicts."""
+        return sum(int(counts["changed"]) for counts in self._counts.values())
 
     def add(self, task: str, old: Verdict, new: Verdict, changed: bool) -> None:
         """Count one response of a task as "changed" or "same".

@@ -1,9 +1,12 @@
 """The ledger: equal runs have equal lines, a planted fault is found where it was planted, stored steps train again."""
 
+import hashlib
+import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,13 +14,14 @@ import torch
 
 from nemo_prorl import rank, replay_training, settings
 from nemo_prorl.algorithms.correction import rollout_correction
-from nemo_prorl.config import GRPOConfig, ResetsConfig
+from nemo_prorl.config import AdaptiveEntropyConfig, GRPOConfig, ResetsConfig
 from nemo_prorl.errors import DataError
 from nemo_prorl.lifecycle import batches as batches_module
 from nemo_prorl.lifecycle.batches import Batches, batch_file, read_batch, stored_batch
 from nemo_prorl.lifecycle.journal_events import Reset
-from nemo_prorl.lifecycle.ledger import read_ledger
+from nemo_prorl.lifecycle.ledger import Ledger, read_ledger
 from nemo_prorl.lifecycle.ledger_diff import Norms, Parting, parting
+from nemo_prorl.metrics import Metrics
 from nemo_prorl.planning.bisect import norms_of, other_settings
 from nemo_prorl.trainer import Trainer
 from tests.lifecycle.faults import Killed, killed_at
@@ -48,7 +52,29 @@ def test_equal_runs_have_equal_ledgers_also_if_one_is_killed(tmp_path: Path, mon
     second.process(monkeypatch, lambda trainer: None)
     assert list(lines_of(first)) == [1, 2, 3, 4, 5, 6]
     assert lines_of(first) == lines_of(second)
-    assert len({line["chain"] for line in lines_of(first).values()}) == 6
+    chain = ""
+    for line in lines_of(first).values():
+        text = json.dumps([chain, line["objects"]], separators=(",", ":"))
+        chain = hashlib.sha256(text.encode()).hexdigest()[:16]
+        assert line["chain"] == chain
+
+
+def test_the_digests_of_responses_are_in_their_order_on_any_number_of_ranks(tmp_path: Path) -> None:
+    value_BT = torch.rand(5, 3)
+    lines = []
+    for parts in ([[0, 1, 2, 3, 4]], [[3, 0], [4, 1, 2]]):
+        ledgers: list[Ledger] = []
+        ranks = SimpleNamespace(gather=lambda own, ledgers=ledgers: [ledger._rows for ledger in ledgers])
+        folder = tmp_path / str(len(parts))
+        folder.mkdir()
+        for rows in parts:
+            ledgers.append(Ledger(folder, not ledgers, SimpleNamespace(data_ranks=ranks)))
+            ledgers[-1].responses(torch.tensor(rows), old_logp=value_BT[rows])
+        for ledger in ledgers:
+            ledger.end(Metrics(1, "none"))
+        lines.append(read_ledger(folder))
+    assert len(lines[0][1]["objects"]["old_logp"]) == 40
+    assert lines[0] == lines[1]
 
 
 def test_a_line_has_the_settings_of_each_update_and_a_step_without_groups_has_a_line(
@@ -353,8 +379,10 @@ def replayed(run: SmallRun, monkeypatch: pytest.MonkeyPatch, checkpoint: int, la
 def test_steps_trained_again_have_the_same_digests_also_across_a_reset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: int
 ) -> None:
-    run = whole(tmp_path / "run", monkeypatch)
+    adaptive = AdaptiveEntropyConfig(enabled=True, target=9.0)  # the coefficient is state of a checkpoint
+    run = whole(tmp_path / "run", monkeypatch, adaptive_entropy=adaptive)
     again, lines = replayed(run, monkeypatch, checkpoint, 6), lines_of(run)
+    assert len({str(line["objects"]["update 1/settings"]) for line in lines.values()}) > 1
     assert list(again) == list(range(checkpoint + 1, 7))
     assert {step: line["chain"] for step, line in again.items()} == {s: lines[s]["chain"] for s in again}
 

@@ -4,6 +4,7 @@ import ast
 import json
 import logging
 import re
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -529,6 +530,11 @@ def test_what_a_run_writes_and_when(
     assert [line["step"] for line in run.lines()] == [1, 2, 3, 4, 5]
     assert [("validation/all" in line) for line in run.lines()] == [False, True, False, True, True]
     assert [event["event"] for event in run.events() if event["event"] != "validation"] == ["start", "finish"]
+    for event in run.events("validation"):  # a file has the score of each prompt
+        by_prompt = json.loads((run.folder / "validations" / f"step-{event['step']:06d}.json").read_text())
+        assert all(name.startswith("held/") for name in by_prompt)
+        assert len(set(by_prompt.values())) > 1
+        assert statistics.fmean(by_prompt.values()) == pytest.approx(event["all"]["mean"])
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["finished"], summary["step"], summary["heldout"]["steps"]) == (True, 5, [0, 5])
     assert summary["weights_sha256"] == run.policy.weights_sha256()

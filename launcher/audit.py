@@ -1,0 +1,148 @@
+"""`prorl audit`: computes a stored step again in other ways, and says whether engine, trainer or rewards are off.
+
+- The trainer trains the step again (`prorl replay-training`): all digests must be equal.
+- transformers computes the log-probabilities of the recorded tokens in float64, with the weights before the step.  The
+  engine's recorded ones, and the trainer's of the replay, must be near them.
+- The plugins judge the responses again.
+"""
+
+import argparse
+import logging
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nemo_prorl.errors import ConfigError
+from nemo_prorl.launcher.replayed import train_again
+from nemo_prorl.planning.columns import columns
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from nemo_prorl.rollout.groups import Group
+
+_log = logging.getLogger(__name__)
+
+ALLOWED = {"float32": 0.001, "bfloat16": 0.1, "float16": 0.1}  # mean difference per token from float64, in nats
+
+
+def add_parser(commands: Any) -> None:
+    """Add `audit` to the main command line."""
+    text = "compute a stored step again in float64, judge its responses again, and say whether engine, trainer or"
+    parser = commands.add_parser("audit", help=f"{text} rewards are off", description=f"{text} rewards are off")
+    parser.add_argument("run_dir", metavar="RUN", type=Path, help="run directory")
+    parser.add_argument("--step", metavar="K", type=int, required=True, help="a step with a stored batch")
+    help_text = "compute those in float64 in which engine and trainer differ most (default: 16)"
+    parser.add_argument("--responses", metavar="N", type=int, default=16, help=help_text)
+    parser.set_defaults(run_command=run)
+
+
+class Tokens(NamedTuple):
+    """Log-probabilities of one response's tokens: of the engine, the trainer, and in float64."""
+
+    name: str
+    engine: "Tensor"
+    trainer: "Tensor"
+    exact: "Tensor"
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the audit.  Return 0 if nothing is off, otherwise 1; or the exit code of ranks that failed."""
+    from nemo_prorl import settings
+    from nemo_prorl.lifecycle.ledger import read_ledger
+    from nemo_prorl.lifecycle.ledger_diff import of_step
+    from nemo_prorl.rewards.reverify import judge_again, rollout_files
+
+    run_dir, step = args.run_dir.absolute(), args.step
+    if step < 1 or args.responses < 1:
+        raise ConfigError(f"--step={step} --responses={args.responses}: expected at least 1")
+    folder = run_dir / "audits" / str(step)
+    if code := train_again(run_dir, folder, step, step, audit=True):
+        return code
+    cfg = settings.read_config(folder / "config.yaml")
+    dtypes = {"engine": str(cfg.rollout.dtype), "trainer": trainer_dtype(cfg)}
+    found = examined(run_dir, folder, step, args.responses, float(cfg.trainer.grpo.temperature))
+    off = differences(found, dtypes)
+    then, now = (read_ledger(path).get(step) for path in (run_dir, folder))
+    parted = of_step(then, now) if then and now else None
+    if parted is not None:
+        off.append(f"the step is not the same when it is trained again: {parted.words()}")
+    summary = judge_again(rollout_files(folder / "rollouts"))
+    if summary.changed:
+        off.append(f"rewards: {summary.changed} verdicts differ when the responses are judged again")
+    sys.stdout.write("\n".join([*summary.lines(), *(f"off: {one}" for one in off or ["nothing"])]) + "\n")
+    return 1 if off else 0
+
+
+def trainer_dtype(cfg: Any) -> str:
+    """Return the name of the dtype in which the trainer computes."""
+    precision = str(cfg.trainer.precision)
+    return next((name for name, key in (("bfloat16", "bf16"), ("float16", "16")) if key in precision), "float32")
+
+
+def examined(run_dir: Path, folder: Path, step: int, most: int, temperature: float) -> list[Tokens]:
+    """Return the responses in which engine and trainer differ most, of those made with the step's weights."""
+    from safetensors.torch import load_file
+
+    from nemo_prorl.lifecycle.batches import read_batch
+    from nemo_prorl.replay_training import LOGPROBS
+
+    groups, trainer = read_batch(run_dir, step), load_file(folder / LOGPROBS)
+    every = [(group, k) for group in groups for k in range(len(group.responses))]
+    fresh = [n for n, (g, k) in enumerate(every) if g.version == step - 1 and g.valid[k] and g.responses[k].token_ids]
+    if len(fresh) < len(every):
+        _log.info("%d of %d responses are left out: older weights, or no verdict", len(every) - len(fresh), len(every))
+    if not fresh:
+        raise ConfigError(f"--step={step}: all responses were made with older weights. Fix: another step")
+
+    def gap(number: int) -> float:
+        group, k = every[number]
+        logprobs = group.responses[k].logprobs
+        return statistics.fmean(abs(a - b) for a, b in zip(logprobs, trainer[str(number)].tolist(), strict=True))
+
+    chosen = sorted(fresh, key=gap, reverse=True)[:most]
+    return exact(folder / "policy", {number: every[number] for number in chosen}, trainer, temperature)
+
+
+def exact(
+    model: Path, chosen: "Mapping[int, tuple[Group, int]]", trainer: "Mapping[str, Tensor]", temperature: float
+) -> list[Tokens]:
+    """Compute the log-probabilities of responses in float64 with transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    net = AutoModelForCausalLM.from_pretrained(model, torch_dtype=torch.float64, attn_implementation="eager").eval()
+    made = []
+    for number, (group, k) in chosen.items():
+        tokens = group.responses[k].token_ids
+        with torch.no_grad():
+            logits_TV = net(torch.tensor([[*group.prompt_ids, *tokens]])).logits[0, -len(tokens) - 1 : -1]
+        logp_TV = (logits_TV.double() / temperature).log_softmax(dim=-1)
+        logp_T = logp_TV.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        engine_T = torch.tensor(group.responses[k].logprobs, dtype=torch.float64)
+        name = f"response {k} of draw {group.draw_index}"
+        made.append(Tokens(name, engine_T, trainer[str(number)].double(), logp_T))
+    return made
+
+
+def differences(found: Sequence[Tokens], dtypes: Mapping[str, str]) -> list[str]:
+    """Print how far engine and trainer are from float64; return what is farther than its precision explains."""
+    import torch
+
+    rows, off = [("log p of tokens", "dtype", "mean |d|", "largest |d|", "in")], []
+    for side, dtype in dtypes.items():
+        gaps = [(getattr(one, side) - one.exact).abs() for one in found]
+        mean, allowed = float(torch.cat(gaps).mean()), ALLOWED.get(dtype, ALLOWED["float32"])
+        worst = max(range(len(found)), key=lambda n: float(gaps[n].max()))
+        where = f"{found[worst].name}, token {int(gaps[worst].argmax())}"
+        rows.append((side, dtype, f"{mean:.3g}", f"{float(gaps[worst].max()):.3g}", where))
+        if not mean <= allowed:
+            off.append(f"{side}: {mean:.3g} nats per token from float64, expected at most {allowed:g} in {dtype}")
+    tokens = sum(len(one.exact) for one in found)
+    sys.stdout.write(f"{tokens} tokens of {len(found)} responses, in which engine and trainer differ most\n")
+    sys.stdout.write(columns(rows))
+    return off

@@ -75,6 +75,29 @@ def run(args: argparse.Namespace) -> int:
     from nemo_prorl import settings
     from nemo_prorl.launcher import job, run_results
 
+    todo, commands = composed(args)
+    for folder, _, _ in todo:
+        folder.mkdir(parents=True, exist_ok=True)  # `retention.retain` then keeps the checkpoint
+    if args.dry_run:
+        sys.stdout.write("".join(f"{command}\n" for command in commands))
+        return 0
+    for number, (folder, arm, cfg) in enumerate(todo, 1):
+        name = f"arm {number} of {len(todo)}: {arm.text} in {folder / arm.name}"
+        if run_results.finished_step(folder / arm.name, args.steps) is not None:
+            _log.info("%s is finished", name)
+            continue
+        _log.info("%s", name)
+        if code := job.run(cfg, settings.resolved_yaml(cfg)):
+            return code
+    arms = [arm for _, arm, _ in todo[: len(args.arms)]]
+    sys.stdout.write(report(list(dict.fromkeys(folder for folder, _, _ in todo)), arms, args.steps))
+    return 0
+
+
+def composed(args: argparse.Namespace) -> tuple[list[tuple[Path, Arm, DictConfig]], list[str]]:
+    """Return folder, arm and configuration of each arm of each run, and the commands that train them."""
+    from nemo_prorl import settings
+
     if args.steps < 1:
         raise ConfigError(f"--steps={args.steps}: expected at least 1")
     if args.out is not None and len(args.runs) > 1:
@@ -92,20 +115,7 @@ def run(args: argparse.Namespace) -> int:
             words += [f"trainer.grpo.max_steps={args.steps}", *arm.overrides]
             todo.append((folder, arm, settings.load_run(words, run_dir / "config.yaml")))
             commands.append(shlex.join(["prorl", "train", "--config", str(run_dir / "config.yaml"), *words]))
-    if args.dry_run:
-        sys.stdout.write("".join(f"{command}\n" for command in commands))
-        return 0
-    for number, (folder, arm, cfg) in enumerate(todo, 1):
-        name = f"arm {number} of {len(todo)}: {arm.text} in {folder / arm.name}"
-        if run_results.finished_step(folder / arm.name, args.steps) is not None:
-            _log.info("%s is finished", name)
-            continue
-        _log.info("%s", name)
-        if code := job.run(cfg, settings.resolved_yaml(cfg)):
-            return code
-    arms = [arm for _, arm, _ in todo[: len(args.arms)]]
-    sys.stdout.write(report(list(dict.fromkeys(folder for folder, _, _ in todo)), arms, args.steps))
-    return 0
+    return todo, commands
 
 
 def arm_of(text: str, parent: DictConfig) -> Arm:

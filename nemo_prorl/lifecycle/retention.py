@@ -146,6 +146,7 @@ def retain(
 ) -> list[int]:
     """Remove checkpoints that need not stay (see `to_remove`) and leftovers of killed processes.
 
+    Checkpoints that `prorl fork` continues (RUN/forks/STEP exists) are needed, too.
     Only the process that writes the run's checkpoints may call this, while it writes none.
 
     Returns:
@@ -154,7 +155,8 @@ def retain(
     clean(checkpoints)
     folders = {step_of(folder): folder for folder in complete(checkpoints)}
     saved = [Saved(step, size_of(folder), scores.get(step)) for step, folder in folders.items()]
-    steps = to_remove(saved, newest, best, budget, needed)
+    forked = [step for step in folders if (checkpoints.parent / "forks" / str(step)).is_dir()]
+    steps = to_remove(saved, newest, best, budget, [*needed, *forked])
     kept = sum(s.bytes for s in saved if s.step not in steps)
     if budget is not None and kept > budget:
         _log.warning(

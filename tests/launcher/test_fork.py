@@ -98,6 +98,8 @@ def test_finished_arms_are_compared_and_nothing_is_started(
     capsys.readouterr()
     assert cli.main(["fork", str(tmp_path), "--steps", "11", "--arms", "none", "no.key=1", "--dry-run"]) == 2
     assert capsys.readouterr().out == ""  # no command before the refusal
+    assert cli.main(["fork", str(tmp_path), "--steps", "11", "--dry-run"]) == 0
+    assert (tmp_path / "forks" / "4").is_dir()  # which keeps the checkpoint
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,15 @@ def test_retain_applies_the_rules_to_the_folders_and_removes_leftovers(tmp_path:
     assert names(tmp_path) == ["notes", "step-000040"]
 
 
+def test_a_checkpoint_that_a_fork_continues_stays(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    for step in (10, 20, 30):
+        write(step_folder(checkpoints, step), 100)
+    (tmp_path / "forks" / "10").mkdir(parents=True)
+    assert retain(checkpoints, {}, newest=1, best=0, budget=None) == [20]
+    assert [step_of(folder) for folder in complete(checkpoints)] == [10, 30]
+
+
 class Killed(BaseException):
     """Stands for SIGKILL between two calls to the file system."""
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_prorl.config import RESET_RULES, ConfigKey, SchedKeys, all_keys, num_data_ranks
+from nemo_prorl.config import ADVISING_RULES, RESET_RULES, ConfigKey, SchedKeys, all_keys, num_data_ranks
 from nemo_prorl.data.hf_config import model_keys
 from nemo_prorl.data.prepared import GENERATORS, reasoning_gym_names
 from nemo_prorl.errors import ConfigError
@@ -368,9 +368,10 @@ def _resets(cfg: DictConfig) -> Iterator[Fault]:
     if resets.roll_back and cfg.trainer.grpo.keep_best == 0:
         need = "because trainer.resets.roll_back=true needs the checkpoint of the best validation"
         yield "trainer.grpo.keep_best", f"expected at least 1, {need}"
-    if resets.mode == "auto" and not resets.rules.asks:
-        rules, fix = ", ".join(RESET_RULES), "Fix: name one, or trainer.resets.mode=advise"
-        yield "trainer.resets.rules.asks", f"expected one or more of {rules} if trainer.resets.mode=auto. {fix}"
+    if resets.mode in ("auto", "stop") and not resets.rules.asks:
+        rules, fix = ", ".join((*RESET_RULES, *ADVISING_RULES)), "Fix: name one, or trainer.resets.mode=advise"
+        reason = f"expected one or more of {rules} if trainer.resets.mode={resets.mode}. {fix}"
+        yield "trainer.resets.rules.asks", reason
 
 
 def pretrained_name(cfg: DictConfig) -> str:

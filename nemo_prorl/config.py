@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 MISSING: Any = "???"  # OmegaConf's marker for a key without a default
-RESET_RULES = ("validation_drop", "plateau", "kl_spike")  # rules that may trigger a hard reset
+RESET_RULES = ("validation_drop", "plateau", "kl_spike")  # rules that ask for a hard reset by default
+ADVISING_RULES = ("truncation", "length", "entropy", "kl_high")  # by default these only advise
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,10 @@ class ResetRulesConfig:
     """Rules that trigger or advise a hard reset; `algorithms.reset_rules` has the formulas."""
 
     asks: list[str] = key(
-        lambda: list(RESET_RULES), "rules that trigger a reset; others advise", choices=RESET_RULES, own=True
+        lambda: list(RESET_RULES),
+        "rules that trigger a reset, or a stop; others advise",
+        choices=(*RESET_RULES, *ADVISING_RULES),
+        own=True,
     )
     cooldown_steps: int = key(50, "pause of a rule after the start, a reset or its last finding, in steps", least=1)
     drop_sigma: float = key(4.6, "drop: threshold in noise standard deviations; 4.6: 1 in 500,000 by chance", above=0)
@@ -222,8 +226,8 @@ class ResetsConfig:
 
     mode: str = key(
         "advise",
-        "effect of the rules: none (manual), alarms (advise), alarms and resets (auto)",
-        choices=("manual", "advise", "auto"),
+        "effect of the rules: none (manual), alarms (advise), alarms and resets (auto), alarms and a stop (stop)",
+        choices=("manual", "advise", "auto", "stop"),
         may_change=True,
     )
     at_steps: list[int] = key(list, "steps after whose updates a reset takes place", may_change=True)

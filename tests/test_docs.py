@@ -20,8 +20,7 @@ import torch
 from omegaconf import DictConfig
 
 from nemo_prorl import cli, settings
-from nemo_prorl.algorithms import reset_rules
-from nemo_prorl.config import RESET_RULES, Config
+from nemo_prorl.config import ADVISING_RULES, RESET_RULES, Config
 from nemo_prorl.launcher.run_results import outcome
 from nemo_prorl.rewards.discovery import discover
 from nemo_prorl.rewards.interface import RewardRequest, Verdict, judge
@@ -219,7 +218,7 @@ def test_every_alarm_has_a_cause_and_a_cure() -> None:
     assert sum(bool(text) for text in texts.values()) >= 7
     assert {where: text for where, text in texts.items() if text not in told} == {}
     assert [where for where, text in texts.items() if not text] == [f"resets.py:{line_of_the_rules()}"]
-    for rule in (*RESET_RULES, *reset_rules.ADVISING):
+    for rule in (*RESET_RULES, *ADVISING_RULES):
         assert f"`{rule}: ...`" in told
 
 

@@ -2,7 +2,7 @@
 
 The paper resets when validation gets worse or stops improving (sec. 4.2), and shows a sharp drop of one benchmark and
 a plateau with a spike of KL (sec. 5.3; why: sec. 3.3.1).  It gives no numbers: rules and numbers are ours.  The paper
-also watches entropy, length and missing eos (sec. 4.2); the rules on these only advise.
+also watches entropy, length and missing eos (sec. 4.2); the rules on these only advise, unless `asks` names them.
 
 A rule is a function, registered by its name, with the arguments (history, rules): the metrics so far, and the section
 `trainer.resets.rules`.  It yields a finding for each fault that it sees after the history's last step, and has no state
@@ -27,11 +27,10 @@ from statistics import median
 from typing import Any
 
 from nemo_prorl.algorithms.registry import NamedFunctions
-from nemo_prorl.config import RESET_RULES, ResetRulesConfig
+from nemo_prorl.config import ADVISING_RULES, RESET_RULES, ResetRulesConfig
 from nemo_prorl.errors import ConfigError
 
 KEY = "trainer.resets.rules.asks"
-ADVISING = ("truncation", "length", "entropy", "kl_high")
 LEAST_DIFFERENCES = 12  # with fewer differences, their scatter is not used
 LEAST_BASELINE = 4  # evaluations
 SCATTER_POINTS = 100
@@ -164,8 +163,9 @@ def decide(history: History, rules: ResetRulesConfig) -> list[Finding]:
     Raises ConfigError if a rule of the user fails.
     """
     found = []
-    for name in dict.fromkeys((*RESET_RULES, *rules.asks, *ADVISING)):
-        if name in ADVISING or history.step - history.since >= rules.cooldown_steps:
+    for name in dict.fromkeys((*RESET_RULES, *rules.asks, *ADVISING_RULES)):
+        advises = name in ADVISING_RULES and name not in rules.asks
+        if advises or history.step - history.since >= rules.cooldown_steps:
             found += findings_of(name, history, rules)
     return [finding for finding in found if not _silent(finding, history, rules)]
 
@@ -206,7 +206,7 @@ def _silent(finding: Finding, history: History, rules: ResetRulesConfig) -> bool
     pause = rules.cooldown_steps
     if finding.rule == "plateau":
         pause = max(pause, rules.plateau_steps)
-    elif finding.rule in ADVISING:  # a lasting state is reported at twice, four times, eight times its first step
+    elif finding.rule in ADVISING_RULES:  # a lasting state is reported at twice, four times, eight times its first step
         pause = max(pause, told - history.since)
     return history.step - told < pause
 

@@ -63,6 +63,7 @@ class Resets:
     done: list[Reset] = field(default_factory=list)  # resets of this stage
     findings: list[FindingJson] = field(default_factory=list)  # so far; a resume rebuilds the history with them
     fresh: bool = True  # the policy should equal its reference now, as at the start of a run
+    stop: str | None = None  # the finding that stops the run after this step
 
     def __post_init__(self) -> None:
         self.history = self.leader.only(History)
@@ -89,12 +90,13 @@ class Resets:
         self.findings += [asdict(finding) for finding in findings]
         for finding in findings:
             self.records.alarm(metrics.step, str(finding))
+        asking = next((str(finding) for finding in findings if finding.asks), None)
+        self.stop = asking if self.config.mode == "stop" else None
         if metrics.step in self.config.at_steps:
             return "at_steps"
         if self.config.every is not None and metrics.step % self.config.every == 0:
             return "every"
-        asking = [str(finding) for finding in findings if finding.asks]
-        return asking[0] if asking and self.config.mode == "auto" else None
+        return asking if self.config.mode == "auto" else None
 
     def _observe(self, history: History, line: Mapping[str, Any], scores: HeldOutScores | None) -> list[Finding]:
         history.add(line, standard_errors(scores))

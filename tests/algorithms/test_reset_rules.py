@@ -13,7 +13,6 @@ from scipy.stats import norm, t
 
 from nemo_prorl.algorithms import reset_rules
 from nemo_prorl.algorithms.reset_rules import (
-    ADVISING,
     Finding,
     History,
     best_policy,
@@ -21,7 +20,7 @@ from nemo_prorl.algorithms.reset_rules import (
     replay,
     t_quantile,
 )
-from nemo_prorl.config import RESET_RULES, ResetRulesConfig
+from nemo_prorl.config import ADVISING_RULES, RESET_RULES, ResetRulesConfig
 
 RULES = ResetRulesConfig()
 # Without a plateau rule, which constant scores would set off.
@@ -396,7 +395,7 @@ def test_decide_changes_nothing_and_an_empty_history_says_nothing() -> None:
     assert decide(history, DROP) == []
 
 
-@pytest.mark.parametrize("name", [*RESET_RULES, *ADVISING])
+@pytest.mark.parametrize("name", [*RESET_RULES, *ADVISING_RULES])
 def test_a_failure_of_our_rule_is_not_the_users_configuration(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fault = ZeroDivisionError("ours")
 
@@ -424,7 +423,7 @@ def test_student_s_quantile(z: float, dof: float) -> None:
 
 
 def test_the_checks_name_the_rules() -> None:
-    assert not set(RESET_RULES) & set(ADVISING)
+    assert not set(RESET_RULES) & set(ADVISING_RULES)
 
 
 def test_the_best_policy_is_the_newest_of_the_best_since_the_last_reset() -> None:

@@ -15,6 +15,7 @@ import torch
 from nemo_prorl.config import ResetRulesConfig, ResetsConfig
 from nemo_prorl.errors import RewardFailure, RolloutAbandoned, StoppedCleanly
 from nemo_prorl.lifecycle.checkpoints import LeaderState
+from nemo_prorl.lifecycle.retention import complete
 from nemo_prorl.lifecycle.stages import Origin
 from nemo_prorl.rank import begin_stage
 from nemo_prorl.trainer import Trainer
@@ -267,6 +268,24 @@ def test_the_rules_reset_the_run_in_mode_auto(tmp_path: Path, monkeypatch: pytes
     assert reset["step"] == 4
     assert reset["reason"].startswith("plateau: ")
     assert [line["kl"] == 0.0 for line in run.lines()][4]
+
+
+def test_a_rule_that_advises_resets_or_stops_the_run_if_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(mode: str) -> SmallRun:
+        rules = ResetRulesConfig(asks=["entropy"], entropy_share=1.0, cooldown_steps=20)
+        return SmallRun(config(tmp_path / mode, ResetsConfig(mode=mode, rules=rules), max_steps=22))
+
+    resets = go(run("auto"), monkeypatch).resets
+    assert [(reset["step"], reset["reason"][:8]) for reset in resets.done] == [(20, "entropy:")]
+    advised, stopped = run("advise"), run("stop")
+    go(advised, monkeypatch)
+    with pytest.raises(StoppedCleanly, match=r"after step 20, which is saved: entropy: .* .trainer.resets.mode=stop."):
+        go(stopped, monkeypatch)
+    assert complete(stopped.folder / "checkpoints")[-1].name == "step-000020"
+    assert go(stopped, monkeypatch).progress.step == 22
+    assert stopped.lines() == advised.lines()  # the stop changes nothing
 
 
 def always_plateau(mode: str) -> ResetsConfig:

@@ -6,15 +6,16 @@ because a continued run may raise it; so is a number far outside what is publish
 
 import math
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl.algorithms.reset_rules import LEAST_BASELINE, LEAST_DIFFERENCES
-from nemo_prorl.algorithms.schedule import learning_rate
-from nemo_prorl.errors import CheckpointError
-from nemo_prorl.lifecycle.retention import complete, read_state
+from nemo_prorl.algorithms.schedule import begins_with_reset, emptying, fixed_resets, rate_of_run, warmup_steps
+from nemo_prorl.config import SchedKeys
+from nemo_prorl.lifecycle.retention import newest_state
 from nemo_prorl.sizing.memory import is_small
 
 # key: (least, most, source).  The sources are for language models; ours are wide ranges around them.
@@ -45,22 +46,14 @@ def cautions(cfg: DictConfig, old: DictConfig | None = None) -> Iterator[str]:
     Args:
         old: the saved configuration of the run in `run_dir`; None if there is no run.
     """
-    state = _newest_state(cfg)
+    state = newest_state(Path(cfg.run_dir))
     done = state.get("resets", {}).get("done", [])
     yield from _resets(cfg)
     yield from _useless_resets(cfg, state.get("step", 0), [reset["step"] for reset in done])
+    yield from _cut_rises(cfg, state.get("step", 0), done)
     if old is not None and state:
-        yield from _other_rate(cfg, old, state["step"] + 1, done)
+        yield from _other_rate(cfg, old, state["step"], done)
     yield from _unusual(cfg)
-
-
-def _newest_state(cfg: DictConfig) -> dict[str, Any]:
-    """Return the state in the run's newest checkpoint; {} if there is none, or if it cannot be read."""
-    own = complete(Path(cfg.run_dir) / "checkpoints")
-    try:
-        return dict(read_state(own[-1])) if own else {}
-    except CheckpointError:  # the start of the run reports it
-        return {}
 
 
 def _useless_resets(cfg: DictConfig, made: int, done: list[int]) -> Iterator[str]:
@@ -83,7 +76,7 @@ def _useless_resets(cfg: DictConfig, made: int, done: list[int]) -> Iterator[str
             " an earlier step, or more steps"
         )
     planned = resets.every is not None or resets.at_steps or resets.mode == "auto" or done
-    begins = cfg.chain.hard_reset and (cfg.chain.after is not None or cfg.chain.start_from is not None)
+    begins = begins_with_reset(cfg)
     empties = resets.parts != "reference" or resets.roll_back
     fix = "only `prorl control RUN reset` would make one. Fix: trainer.resets.at_steps or every"
     warmup = f"trainer.resets.lr_warmup_steps={resets.lr_warmup_steps}: no effect, because"
@@ -95,23 +88,65 @@ def _useless_resets(cfg: DictConfig, made: int, done: list[int]) -> Iterator[str
         yield f"trainer.resets.lr_factor={resets.lr_factor:g}: no effect, because no reset is planned; {fix}"
 
 
-def _other_rate(cfg: DictConfig, old: DictConfig, step: int, done: list[dict[str, Any]]) -> Iterator[str]:
-    """Warn if another number of steps changes the learning rate of the next step of a continued run.
+def _cut_rises(cfg: DictConfig, made: int, done: list[dict[str, Any]]) -> Iterator[str]:
+    """Find rises of the learning rate that the next reset or the last step ends before the full rate.
 
     Args:
-        done: hard resets that the run has made.
+        made: steps that the run has made.
+        done: hard resets that it has made.
     """
-    before, after = old.trainer.grpo.max_steps, cfg.trainer.grpo.max_steps
-    kept = cfg.trainer.resets.parts == "reference"
-    emptied = [reset["step"] for reset in done if not kept or "rolled_back_to" in reset]
-    resets, made, optim = cfg.trainer.resets, [reset["step"] for reset in done], cfg.model.optim
-    was, now = (
-        learning_rate(optim.lr, optim.sched, resets, step=step, steps=steps, done=made, emptied=emptied)
-        for steps in (before, after)
-    )
-    if step <= after and not math.isclose(was, now, rel_tol=0.01):
+    resets, sched, steps = cfg.trainer.resets, cfg.model.optim.sched, cfg.trainer.grpo.max_steps
+    at_start = f"model.optim.sched.{'warmup_steps' if sched.warmup_steps else 'warmup_ratio'}"
+    first = warmup_steps(sched, steps)
+    rises = {False: (at_start, first), True: (at_start, first)}  # by "after a reset"
+    if resets.lr_warmup_steps:
+        rises[True] = ("trainer.resets.lr_warmup_steps", resets.lr_warmup_steps)
+    later = fixed_resets(resets, made, steps) if resets.parts != "reference" or resets.roll_back else []
+    starts = [max(emptying(resets, done), default=0), *(step for step in later if step < steps)]
+    shortest: dict[bool, tuple[int, int, int]] = {}  # distance, first and last step
+    for start, end in zip(starts, [*starts[1:], steps], strict=True) if made < steps else ():
+        of_reset = start > 0 or bool(done) or begins_with_reset(cfg)
+        if rises[of_reset][1] > end - start:
+            way = (end - start, start, end)
+            shortest[of_reset] = min(way, shortest.get(of_reset, way))
+    for of_reset, (distance, start, end) in sorted(shortest.items()):
+        key, rise = rises[of_reset]
+        value = OmegaConf.select(cfg, key)
+        given = f"{key}={value:g}" + (f" ({rise} steps)" if value != rise else "")
+        whose = f"after the reset of step {start}" if start else "at the start"
+        ends = "the next reset" if end < steps else f"the last step (trainer.grpo.max_steps={steps})"
+        cure = f"trainer.resets.lr_warmup_steps={distance} or less" if of_reset else f"at most {distance} steps"
         yield (
-            f"trainer.grpo.max_steps={after}: step {step}'s learning rate becomes {now:.3g} instead of {was:.3g},"
+            f"{given}: the learning rate that rises {whose} does not reach its full value, because {ends} comes"
+            f" {distance} step{'' if distance == 1 else 's'} later. Fix: {cure}, or resets at other steps"
+        )
+
+
+def _other_rate(cfg: DictConfig, old: DictConfig, made: int, done: list[dict[str, Any]]) -> Iterator[str]:
+    """Warn if other steps or another schedule change the learning rate of the next step of a continued run.
+
+    Args:
+        made: steps that the run has made.
+        done: hard resets that it has made.
+    """
+    before, after, step = old.trainer.grpo.max_steps, cfg.trainer.grpo.max_steps, made + 1
+    was, now = rate_of_run(old, step, done), rate_of_run(cfg, step, done)
+    if step > after or math.isclose(was, now, rel_tol=0.01):
+        return
+    instead = (
+        f" instead of {was:.3g}" if step <= before else f", after {rate_of_run(old, made, done):.3g} in step {made}"
+    )
+    keys = ("model.optim.lr", *(f"model.optim.sched.{item.name}" for item in fields(SchedKeys)))
+    keys = (*keys, *(f"trainer.resets.{name}" for name in ("parts", "lr_factor", "lr_warmup_steps")))
+    pairs = {key: (OmegaConf.select(cfg, key), OmegaConf.select(old, key)) for key in keys}
+    if changed := [f"{key}={new} (the run has {own})" for key, (new, own) in pairs.items() if new != own]:
+        yield (
+            f"{', '.join(changed)}: step {step}'s learning rate becomes {now:.3g}{instead}. Fix: another run with this"
+            f" rate: run_dir=NEW chain.start_from={cfg.run_dir}"
+        )
+    else:
+        yield (
+            f"trainer.grpo.max_steps={after}: step {step}'s learning rate becomes {now:.3g}{instead},"
             f" because the schedule of model.optim.sched now has {after} steps (the run had {before}). Fix: keep"
             f" {before}, and begin another run at its end: run_dir=NEW chain.start_from={cfg.run_dir}"
         )

@@ -150,6 +150,53 @@ def test_a_reset_in_the_past_of_a_run_is_named() -> None:
     assert list(cautions(load(["trainer.resets.at_steps=[3,20]"]))) == []
 
 
+RISES = [
+    (
+        ["trainer.resets.every=20", "trainer.resets.lr_warmup_steps=30"],
+        ["trainer.resets.lr_warmup_steps=30: the learning rate that rises after the reset of step 20 does", "20 steps"],
+    ),
+    (
+        ["trainer.resets.at_steps=[60,110]", "trainer.resets.lr_warmup_steps=11"],
+        ["the last step (trainer.grpo.max_steps=120) comes 10 steps later. Fix: trainer.resets.lr_warmup_steps=10 or"],
+    ),
+    (
+        ["trainer.resets.at_steps=[20]", "model.optim.sched.warmup_steps=30"],
+        ["sched.warmup_steps=30: the learning rate that rises at the start does not", "Fix: at most 20 steps, or r"],
+    ),
+    (
+        ["trainer.resets.at_steps=[100]", "model.optim.sched.warmup_ratio=0.25"],
+        ["model.optim.sched.warmup_ratio=0.25 (30 steps): the learning rate that rises after the reset of step 100"],
+    ),
+    (
+        ["trainer.resets.lr_warmup_steps=121", "chain.start_from=runs/x"],
+        [
+            "trainer.resets.lr_warmup_steps=121: the learning rate that rises at the start",
+            "max_steps=120) comes 120 steps later",
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), RISES, ids=[" ".join(given) for given, _ in RISES])
+def test_a_rise_of_the_rate_that_is_cut_off_is_named(given: list[str], said: list[str]) -> None:
+    [text] = cautions(load(given))
+    assert [part for part in said if part not in text] == []
+
+
+def test_a_rise_that_ends_in_time_is_not() -> None:
+    resets, sched = "trainer.resets", "model.optim.sched"
+    for given in (
+        [f"{resets}.every=20", f"{resets}.lr_warmup_steps=20"],
+        [f"{resets}.at_steps=[110]", f"{resets}.lr_warmup_steps=10", f"{sched}.warmup_steps=30"],
+        [f"{resets}.at_steps=[110]", f"{resets}.parts=reference", f"{sched}.warmup_steps=30"],
+        [f"{sched}.warmup_steps=120"],
+    ):
+        assert list(cautions(load(given))) == [], given
+    write_run(60, [50])
+    assert list(cautions(load([f"{resets}.every=10", f"{resets}.lr_warmup_steps=10"]))) == []
+    assert list(cautions(load([f"{resets}.at_steps=[70]", f"{resets}.lr_warmup_steps=30"]))) != []
+
+
 @pytest.mark.parametrize(
     ("sched", "rates"),
     [
@@ -169,6 +216,21 @@ def test_other_steps_that_change_the_next_rate_are_named(
             said = [text for text in caplog.messages if "learning rate becomes" in text]
             assert len(said) == (1 if rates and more else 0)
             assert not said or (rates or "") in said[0]
+
+
+def test_the_rate_before_a_change_is_the_run_s_own(caplog: pytest.LogCaptureFixture) -> None:
+    """A plan may change what a continued run may not; after the last step, no next one had a rate."""
+    write_run(60, [], "model.optim.sched.name=linear")
+    what_if = ["--config", "runs/laptop/config.yaml", "model.optim.sched.name=constant", "trainer.grpo.max_steps=240"]
+    cli.main(["plan", *what_if])
+    [text] = [text for text in caplog.messages if "learning rate becomes" in text]
+    assert text.startswith(
+        "model.optim.sched.name=constant (the run has linear): step 61's learning rate becomes 0.0002 instead of 0.0001"
+    )
+    write_run(120, [], "model.optim.sched.name=linear")
+    sched = ["model.optim.sched.name=linear", "trainer.grpo.max_steps=240"]
+    [text] = cautions(load(sched), load(sched[:1]))
+    assert "step 121's learning rate becomes 0.0001, after 1.67e-06 in step 120, because the schedule" in text
 
 
 def test_a_key_given_twice_is_named(caplog: pytest.LogCaptureFixture) -> None:

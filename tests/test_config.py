@@ -199,10 +199,13 @@ WRONG: list[tuple[list[str], list[str]]] = [
     (["trainer.resets.rules.kl_factor=1"], ["trainer.resets.rules.kl_factor=1", "above 1"]),
     (["trainer.resets.rules.entropy_share=2"], ["trainer.resets.rules.entropy_share=2", "at most 1"]),
     (["model.optim.name=sgd"], ["model.optim.name=sgd", "mcore_distributed_optim"]),
-    (["model.tensor_model_parallel_size=3"], ["=3", "model.num_attention_heads=4", "4 / 3 = 1.33", "1, 2, 4"]),
+    (
+        ["model.tensor_model_parallel_size=3"],
+        ["=3", "model.num_attention_heads=4", "4 / 3 = 1.33", "possible here: 1. Fix: model.ten"],
+    ),
     (
         ["model.tensor_model_parallel_size=4", "trainer.devices=4"],
-        ["model.tensor_model_parallel_size=4", "model.num_query_groups=2", "possible: 1, 2"],
+        ["model.tensor_model_parallel_size=4", "model.num_query_groups=2", "possible here: 1, 2"],
     ),
     (
         ["model.tensor_model_parallel_size=2", "trainer.devices=2", "model.ffn_hidden_size=383"],

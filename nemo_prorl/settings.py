@@ -461,7 +461,10 @@ def _type_message(cfg: DictConfig, key: str, value: Any, error: OmegaConfBaseExc
     child = node._get_node(last) if isinstance(node, DictConfig) and last in node.keys() else None  # noqa: SIM118
     if child is None or isinstance(child, list):
         return f"{label}: {first_line(error)}"
-    return f"{label}: expected {_kind(child._metadata.ref_type, child._metadata.optional)} ({first_line(error)})"
+    expected = f"{label}: expected {_kind(child._metadata.ref_type, child._metadata.optional)}"
+    if isinstance(child, ListConfig) and isinstance(value, int | float):
+        return f"{expected}. Fix: {name}=[{value}]"
+    return f"{expected} ({first_line(error)})"
 
 
 def _for_a_model(group: str, name: Any) -> str:

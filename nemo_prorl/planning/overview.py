@@ -114,7 +114,14 @@ def _first_weights(cfg: DictConfig) -> dict[str, str]:
     """
     run_dir, given = Path(cfg.run_dir), cfg.chain.start_from
     if own := complete(run_dir / "checkpoints"):
-        return {"first weights": f"this run's own: it continues after step {step_of(own[-1])}"}
+        step = step_of(own[-1])
+        text = f"this run's own: it continues after step {step}"
+        if step >= cfg.trainer.grpo.max_steps:
+            text = (
+                f"none: the run is finished at step {step}. To go on: trainer.grpo.max_steps=N above {step}, or another"
+                f" run or stage from its end: run_dir=NEW chain.start_from={cfg.run_dir}"
+            )
+        return {"first weights": text}
     reset = "with a hard reset at step 0" if cfg.chain.hard_reset else "with its reference and optimizer"
     if given is None and cfg.chain.after is not None:
         which = "best" if cfg.trainer.resets.roll_back else "last"

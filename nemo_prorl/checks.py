@@ -59,7 +59,11 @@ def check(cfg: DictConfig, stages: Callable[[], Sequence[DictConfig]] = tuple) -
 
 
 # key -> end of the error about a number outside the key's range
-_HINTS = {"trainer.grpo.validate_every": ". Fix: data.validation=[] switches validations off"}
+_HINTS = {
+    "trainer.grpo.validate_every": ". Fix: data.validation=[] switches validations off",
+    "trainer.resets.every": ". Fix: null switches regular resets off",
+    "trainer.resets.lr_factor": ". Fix: 1 leaves the rate as it is",
+}
 
 
 def _wrong(cfg: DictConfig, key: str, reason: str) -> ConfigError:

@@ -406,9 +406,12 @@ def _unknown(cfg: DictConfig, key: str, value: Any, here: str, part: str, node: 
     # A key of another framework comes before a key with similar letters: `lr` is not trainer.warmup.lr.
     translated = [own] if (own := meant(key)) in everywhere else []
     prefix = f"{here}." if here else ""
+    longer = [prefix + name for name in known if "." in here and name.endswith(f"_{part}")]
     near = [prefix + name for name in difflib.get_close_matches(part, known, n=1)]
     message = f"unknown key {key} (={value}): {where} has no '{part}'."
-    if suggestion := (translated or same_name or near or difflib.get_close_matches(key, everywhere, n=1, cutoff=0.8)):
+    if suggestion := (
+        longer or translated or same_name or near or difflib.get_close_matches(key, everywhere, n=1, cutoff=0.8)
+    ):
         message += f" Did you mean {suggestion[0]}?"
     if here.split(".")[0] in NEMO_SECTIONS:
         message += f" To set a NeMo key that no shipped file sets, write +{key}={value}."

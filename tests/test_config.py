@@ -197,6 +197,14 @@ WRONG: list[tuple[list[str], list[str]]] = [
     (["trainer.resets.rules.asks=[kl]"], ["trainer.resets.rules.asks=['kl']", "validation_drop, plateau, kl_spike"]),
     (["trainer.resets.mode=auto", "trainer.resets.rules.asks=[]"], ["trainer.resets.rules.asks=[]", "mode=advise"]),
     (["trainer.resets.rules.kl_factor=1"], ["trainer.resets.rules.kl_factor=1", "above 1"]),
+    (["trainer.resets.every=0"], ["trainer.resets.every=0", "at least 1", "Fix: null switches regular resets off"]),
+    (["trainer.resets.lr_factor=0"], ["trainer.resets.lr_factor=0", "above 0", "Fix: 1 leaves the rate as it is"]),
+    (
+        ["trainer.resets.at_steps=60"],
+        ["trainer.resets.at_steps=60: expected a list", "Fix: trainer.resets.at_steps=[60]"],
+    ),
+    (["trainer.resets.at_steps=[121]"], ["1 to 120; got 121. Fix: other steps, or more of them"]),
+    (["trainer.resets.warmup_steps=5"], ["Did you mean trainer.resets.lr_warmup_steps?"]),
     (["trainer.resets.rules.entropy_share=2"], ["trainer.resets.rules.entropy_share=2", "at most 1"]),
     (["model.optim.name=sgd"], ["model.optim.name=sgd", "mcore_distributed_optim"]),
     (

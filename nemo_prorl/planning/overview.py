@@ -17,7 +17,7 @@ from nemo_prorl.lifecycle.base_model import model_to_copy, warms_up
 from nemo_prorl.lifecycle.retention import complete, read_state, step_of
 from nemo_prorl.lifecycle.stages import origin
 from nemo_prorl.lifecycle.tolerances import engine_gap_alarm, kl_after_reset
-from nemo_prorl.planning import algorithm, schedule, time_limit
+from nemo_prorl.planning import algorithm, time_limit, timetable
 from nemo_prorl.planning.columns import columns
 from nemo_prorl.planning.plan import NAMES, PAPER_GPU_HOURS, RESET_BY, Chain, PlannedStage, careful_seconds
 from nemo_prorl.planning.prompts import prompt_form
@@ -94,7 +94,7 @@ def run_rows(cfg: DictConfig, lengths: str = "not checked") -> dict[str, str]:
         "context": f"{grpo.context_tokens} tokens, temperature {grpo.temperature:g}",
         "differences": f"policy to reference after a reset {kl_after_reset(cfg):g} per token; alarm if engine and"
         f" trainer differ by more than {engine_gap_alarm(cfg):g}",
-        **schedule.rows(cfg),
+        **timetable.rows(cfg),
         "checkpoints": f"every {grpo.checkpoint_every} steps, {grpo.keep_checkpoints} kept",
         "validation": f"every {grpo.validate_every} steps, {grpo.validation_samples} responses per prompt, temperature"
         f" {grpo.validation_temperature:g}",

@@ -15,7 +15,7 @@ from nemo_prorl.launcher import prepare as prepare_module
 from nemo_prorl.launcher.prepare import check_origin, prepare
 from nemo_prorl.lifecycle.retention import FORMAT
 from nemo_prorl.lifecycle.stages import origin
-from nemo_prorl.planning import overview, schedule
+from nemo_prorl.planning import overview, timetable
 from nemo_prorl.planning import plan as p
 
 pytestmark = pytest.mark.starts
@@ -254,6 +254,11 @@ def test_a_plan_lists_only_the_sources_of_the_tasks(tmp_path: Path) -> None:
         (["every=50", "at_steps=[100,7]"], "3 at fixed steps: every 50 steps, after 7, 50, 100; mode advise"),
         (["every=10"], "11 at fixed steps: every 10 steps, after 10, 20, 30, 40, 50, ... 110; one after the last"),
         (
+            ["at_steps=[9]", "parts=reference", "roll_back=true"],
+            "1 at a fixed step: after 9; mode advise, rules only alarm; of reference; back to the best weights, then of"
+            " the optimizer, too",
+        ),
+        (
             ["at_steps=[9]", "parts=reference"],
             "1 at a fixed step: after 9; mode advise, rules only alarm; of reference",
         ),
@@ -320,7 +325,7 @@ def test_a_plan_of_a_continued_run_counts_only_the_resets_to_come(tmp_path: Path
 )
 def test_a_plan_says_which_learning_rate_the_steps_have(overrides: list[str], row: str | None) -> None:
     words = [word if word.startswith(("trainer.", "chain.")) else f"model.optim.sched.{word}" for word in overrides]
-    assert schedule.rows(settings.load(words)).get("learning rate") == row
+    assert timetable.rows(settings.load(words)).get("learning rate") == row
 
 
 def test_a_plan_of_a_finished_run_says_so(tmp_path: Path) -> None:

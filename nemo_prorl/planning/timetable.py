@@ -48,7 +48,8 @@ def _resets(resets: DictConfig, done: Sequence[int], planned: Sequence[int], ste
     texts.append(f"mode {resets.mode}, {_MODES[resets.mode]}{asks}")
     texts.append(f"of {'reference and optimizer' if resets.parts == 'both' else resets.parts}")
     if resets.roll_back:
-        texts.append("back to the best weights")
+        empties = ", then of the optimizer, too" if resets.parts == "reference" else ""
+        texts.append(f"back to the best weights{empties}")
     if resets.lr_factor != 1:
         texts.append(f"learning rate x {resets.lr_factor:g} each")
     return "; ".join(texts)

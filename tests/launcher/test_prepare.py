@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import sys
 from pathlib import Path
@@ -71,6 +72,11 @@ def test_a_start_removes_no_folder_that_no_start_made(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="run/init is not the model of a run; a start would remove it. Fix: run_dir="):
         prepared(tmp_path, [record()])
     assert (init / "thesis.tex").is_file()
+    shutil.rmtree(init)
+    prepared(tmp_path, [record()])
+    (tmp_path / "run" / "config.yaml").unlink()
+    prepared(tmp_path, [record()], f"pretrained_checkpoint.restore_from_path={init}")  # the user's model, now
+    assert (init / "model.safetensors").is_file()
 
 
 def test_a_start_cleans_and_checks_the_checkpoints_of_the_start_before(tmp_path: Path) -> None:

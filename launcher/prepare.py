@@ -43,6 +43,8 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
     from nemo_prorl.rewards.judging import check_sandbox
     from nemo_prorl.settings import read_config
 
+    if fault := run_dir_fault(run_dir):
+        raise ConfigError(fault)
     check_node(cfg)
     check_own_functions(cfg)
     if fault := wandb_fault(cfg, os.environ):
@@ -63,7 +65,8 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
         check_continuable(own[-1])
         changed = changes(read_config(saved), cfg) if saved.is_file() else ""
     start = None if own else origin(cast(Config, cfg), run_dir)
-    if not saved.exists():  # written last: an earlier start failed, perhaps with other data
+    if not (saved.exists() or cfg.pretrained_checkpoint.restore_from_path):
+        # config.yaml is written last: an earlier start failed, perhaps with other data
         shutil.rmtree(run_dir / "init", ignore_errors=True)
     folder = make_initial_model(cfg, run_dir, every_task, start)
     check_shape(cfg.model, json.loads((folder / "config.json").read_text()), str(folder))
@@ -98,7 +101,9 @@ def start_faults(cfg: DictConfig) -> Iterator[tuple[ProrlError, bool]]:
     `settings.load_run` and `check_files` find other errors, `check_node` those of the machine.
     """
     from nemo_prorl.config_changes import check_same_run
+    from nemo_prorl.data.hub import will_be_completed
     from nemo_prorl.data.prepared import faults, is_elsewhere
+    from nemo_prorl.data.render import tokenizer_fault
     from nemo_prorl.launcher.doctor.network import wandb_fault
     from nemo_prorl.lifecycle.retention import check_continuable, complete
     from nemo_prorl.settings import read_config
@@ -112,6 +117,9 @@ def start_faults(cfg: DictConfig) -> Iterator[tuple[ProrlError, bool]]:
     except ProrlError as error:
         yield error, False
     yield from ((ConfigError(fault), is_elsewhere(cfg)) for fault in faults(cfg))
+    given = cfg.pretrained_checkpoint.restore_from_path
+    if given and not will_be_completed(Path(given)) and (fault := tokenizer_fault(Path(given))):
+        yield ConfigError(f"pretrained_checkpoint.restore_from_path={fault}"), False
     if fault := run_dir_fault(run_dir):
         yield ConfigError(fault), _nearest(run_dir) == Path(run_dir.absolute().anchor)
     if fault := wandb_fault(cfg, os.environ):
@@ -139,6 +147,9 @@ def warn_of_origin(cfg: DictConfig) -> None:
 
 def run_dir_fault(run_dir: Path) -> str | None:
     """Return why the run directory cannot be made or written; None if it can.  Makes no folder."""
+    init = run_dir / "init"
+    if init.is_dir() and not ((init / "config.json").is_file() or (run_dir / "config.yaml").is_file()):
+        return f"run_dir={run_dir}: {init} is not the model of a run; a start would remove it. Fix: run_dir=FOLDER"
     nearest, fault = _nearest(run_dir), "is not a folder"
     if nearest.is_dir():
         try:  # to ask for the rights is not enough: root has all of them, also in /proc or on a disk that is full

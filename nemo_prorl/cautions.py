@@ -6,15 +6,17 @@ because a continued run may raise it; so is a number far outside what is publish
 
 import math
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl.algorithms.reset_rules import LEAST_BASELINE, LEAST_DIFFERENCES
-from nemo_prorl.algorithms.schedule import learning_rate
-from nemo_prorl.errors import CheckpointError
-from nemo_prorl.lifecycle.retention import complete, read_state
+from nemo_prorl.algorithms.schedule import begins_with_reset, emptying, fixed_resets, rate_of_run, warmup_steps
+from nemo_prorl.config import ResetRulesConfig, SchedKeys
+from nemo_prorl.files import TEMPORARY
+from nemo_prorl.lifecycle.retention import newest_state, step_folder
 from nemo_prorl.sizing.memory import is_small
 
 # key: (least, most, source).  The sources are for language models; ours are wide ranges around them.
@@ -24,6 +26,8 @@ _USUAL = {
     "model.optim.eps": (1e-16, 1e-4, "Adam: 1e-8, for language models also 1e-15"),
     "trainer.gradient_clip_val": (0, 10, "published RL of language models: 0.1 to 1"),
     "trainer.warmup.lr": (1e-7, 1e-2, "supervised training"),
+    "trainer.resets.lr_factor": (0.01, 1, "a rate that stays or falls at each hard reset"),
+    "trainer.resets.kl_after_reset": (1e-7, 0.1, "what rounding leaves right after a reset: 1e-5 to 1e-3"),
     "trainer.grpo.temperature": (0.3, 2, "published RL of language models: 0.6 to 1.5"),
     "trainer.grpo.validation_temperature": (0, 2, "published evaluations: 0 to 1"),
     "trainer.grpo.kl_coef": (0, 0.2, "published RL of language models: 0 to 0.04"),
@@ -45,22 +49,40 @@ def cautions(cfg: DictConfig, old: DictConfig | None = None) -> Iterator[str]:
     Args:
         old: the saved configuration of the run in `run_dir`; None if there is no run.
     """
-    state = _newest_state(cfg)
+    if strange := _strangers(Path(cfg.run_dir)):
+        yield (
+            f"run_dir={cfg.run_dir}: expected a new folder, or one with a run; it has no config.yaml, but"
+            f" {_listed(strange)}. `prorl train` writes the run's files beside them. Fix: run_dir=FOLDER"
+        )
+    state = newest_state(Path(cfg.run_dir))
     done = state.get("resets", {}).get("done", [])
     yield from _resets(cfg)
     yield from _useless_resets(cfg, state.get("step", 0), [reset["step"] for reset in done])
+    yield from _long_rises(cfg, state.get("step", 0))
+    yield from _cut_rises(cfg, state.get("step", 0), done)
     if old is not None and state:
-        yield from _other_rate(cfg, old, state["step"] + 1, done)
+        yield from _other_rate(cfg, old, state["step"], done)
     yield from _unusual(cfg)
 
 
-def _newest_state(cfg: DictConfig) -> dict[str, Any]:
-    """Return the state in the run's newest checkpoint; {} if there is none, or if it cannot be read."""
-    own = complete(Path(cfg.run_dir) / "checkpoints")
+# What a start that failed, `prorl probe` or `prorl control` may leave where no config.yaml was written.
+_OF_A_RUN = ("launches.jsonl", "init", "base", "logs", "endpoints", "checkpoints", "control", "journal.jsonl", "probe")
+
+
+def _strangers(run_dir: Path) -> list[str]:
+    """Return the names in a folder that no start of a run makes; [] in a run directory."""
     try:
-        return dict(read_state(own[-1])) if own else {}
-    except CheckpointError:  # the start of the run reports it
-        return {}
+        names = sorted(path.name for path in run_dir.iterdir())
+    except OSError:  # missing, or not a folder
+        return []
+    if "config.yaml" in names:
+        return []
+    return [name for name in names if name.removesuffix(TEMPORARY) not in _OF_A_RUN and not name.startswith(".")]
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return f"{', '.join(names[:4])}{more}"
 
 
 def _useless_resets(cfg: DictConfig, made: int, done: list[int]) -> Iterator[str]:
@@ -83,7 +105,7 @@ def _useless_resets(cfg: DictConfig, made: int, done: list[int]) -> Iterator[str
             " an earlier step, or more steps"
         )
     planned = resets.every is not None or resets.at_steps or resets.mode == "auto" or done
-    begins = cfg.chain.hard_reset and (cfg.chain.after is not None or cfg.chain.start_from is not None)
+    begins = begins_with_reset(cfg)
     empties = resets.parts != "reference" or resets.roll_back
     fix = "only `prorl control RUN reset` would make one. Fix: trainer.resets.at_steps or every"
     warmup = f"trainer.resets.lr_warmup_steps={resets.lr_warmup_steps}: no effect, because"
@@ -91,37 +113,126 @@ def _useless_resets(cfg: DictConfig, made: int, done: list[int]) -> Iterator[str
         yield f"{warmup} trainer.resets.parts=reference leaves the optimizer as it is. Fix: trainer.resets.parts=both"
     elif resets.lr_warmup_steps and not (planned or begins):
         yield (f"{warmup} no reset of the optimizer is planned; {fix}, or model.optim.sched.warmup_steps for the start")
+    factor = f"trainer.resets.lr_factor={resets.lr_factor:g}"
     if resets.lr_factor != 1 and not planned:
-        yield f"trainer.resets.lr_factor={resets.lr_factor:g}: no effect, because no reset is planned; {fix}"
+        yield f"{factor}: no effect, because no reset is planned; {fix}"
+    count, lr = sum(step < last for step in {*fixed_resets(resets, made, last), *done} - {0}), cfg.model.optim.lr
+    least, most, source = _usual(cfg)["model.optim.lr"]
+    if least <= lr <= most and not least <= (falls := lr * resets.lr_factor**count) <= most:
+        yield (
+            f"{factor}: after {count} resets model.optim.lr={lr:g} is {falls:.3g}; expected {least:g} to {most:g}, a"
+            f" range around {source}. Fix: a factor nearer to 1, or fewer resets"
+        )
+    if resets.every == 1 and last > 1:
+        yield (
+            "trainer.resets.every=1: a reset after each step leaves the KL to the reference at 0, or the optimizer's"
+            " moments empty. Fix: a larger number, or null"
+        )
 
 
-def _other_rate(cfg: DictConfig, old: DictConfig, step: int, done: list[dict[str, Any]]) -> Iterator[str]:
-    """Warn if another number of steps changes the learning rate of the next step of a continued run.
+def _rises(cfg: DictConfig) -> dict[bool, tuple[str, int]]:
+    """Return the key and the steps of the rise of the learning rate at the start, and of that after a reset (True)."""
+    sched, after_reset = cfg.model.optim.sched, cfg.trainer.resets.lr_warmup_steps
+    key = f"model.optim.sched.{'warmup_steps' if sched.warmup_steps else 'warmup_ratio'}"
+    start = (key, warmup_steps(sched, cfg.trainer.grpo.max_steps))
+    return {False: start, True: ("trainer.resets.lr_warmup_steps", after_reset) if after_reset else start}
+
+
+def _long_rises(cfg: DictConfig, made: int) -> Iterator[str]:
+    """Find a rise of the learning rate that fills the run, or that a rule for resets may end.
 
     Args:
-        done: hard resets that the run has made.
+        made: steps that the run has made.
     """
-    before, after = old.trainer.grpo.max_steps, cfg.trainer.grpo.max_steps
-    kept = cfg.trainer.resets.parts == "reference"
-    emptied = [reset["step"] for reset in done if not kept or "rolled_back_to" in reset]
-    resets, made, optim = cfg.trainer.resets, [reset["step"] for reset in done], cfg.model.optim
-    was, now = (
-        learning_rate(optim.lr, optim.sched, resets, step=step, steps=steps, done=made, emptied=emptied)
-        for steps in (before, after)
-    )
-    if step <= after and not math.isclose(was, now, rel_tol=0.01):
+    resets, steps, name = cfg.trainer.resets, cfg.trainer.grpo.max_steps, cfg.model.optim.sched.name
+    key, rise = _rises(cfg)[False]
+    if rise >= steps > 1 and not made and not (begins_with_reset(cfg) and resets.lr_warmup_steps):
+        falls = "" if name == "constant" else f", and never falls (model.optim.sched.name={name})"
         yield (
-            f"trainer.grpo.max_steps={after}: step {step}'s learning rate becomes {now:.3g} instead of {was:.3g},"
+            f"{key}={OmegaConf.select(cfg, key):g}: the learning rate rises until the last step"
+            f" (trainer.grpo.max_steps={steps}){falls}. Fix: fewer steps of warm-up, or more steps"
+        )
+    key, rise = _rises(cfg)[True]
+    if resets.mode == "auto" and resets.parts != "reference" and rise > (pause := resets.rules.cooldown_steps):
+        yield (
+            f"{key}={OmegaConf.select(cfg, key):g}: after a reset a rule may ask for the next one before the learning"
+            f" rate has its full value again, after trainer.resets.rules.cooldown_steps={pause} steps. Fix:"
+            f" trainer.resets.rules.cooldown_steps={rise}"
+        )
+
+
+def _cut_rises(cfg: DictConfig, made: int, done: list[dict[str, Any]]) -> Iterator[str]:
+    """Find rises of the learning rate that the next reset or the last step ends before the full rate.
+
+    Args:
+        made: steps that the run has made.
+        done: hard resets that it has made.
+    """
+    resets, steps, rises = cfg.trainer.resets, cfg.trainer.grpo.max_steps, _rises(cfg)
+    empties = resets.parts != "reference" or resets.roll_back
+    later = fixed_resets(resets, made, steps) if empties else []
+    emptied = emptying(resets, done or ([{"step": 0}] if begins_with_reset(cfg) else []))
+    starts = [max(emptied, default=0), *(step for step in later if step < steps)]
+    shortest: dict[bool, tuple[int, int, int]] = {}  # distance, first and last step
+    for start, end in zip(starts, [*starts[1:], steps], strict=True) if made < steps else ():
+        of_reset = start > 0 or bool(emptied)
+        if rises[of_reset][1] > end - start:
+            way = (end - start, start, end)
+            shortest[of_reset] = min(way, shortest.get(of_reset, way))
+    for of_reset, (distance, start, end) in sorted(shortest.items()):
+        key, rise = rises[of_reset]
+        value = OmegaConf.select(cfg, key)
+        given = f"{key}={value:g}" + (f" ({rise} steps)" if value != rise else "")
+        whose = f"after the reset of step {start}" if start else "at the start"
+        ends = "the next reset" if end < steps else f"the last step (trainer.grpo.max_steps={steps})"
+        cure = f"trainer.resets.lr_warmup_steps={distance} or less" if of_reset else f"at most {distance} steps"
+        cure = "" if made else f"{cure}, or "  # a continued run may not change these keys
+        yield (
+            f"{given}: the learning rate that rises {whose} does not reach its full value, because {ends} comes"
+            f" {distance} step{'' if distance == 1 else 's'} later. Fix: {cure}resets at other steps"
+        )
+
+
+def _other_rate(cfg: DictConfig, old: DictConfig, made: int, done: list[dict[str, Any]]) -> Iterator[str]:
+    """Warn if other steps or another schedule change the learning rate of the next step of a continued run.
+
+    Args:
+        made: steps that the run has made.
+        done: hard resets that it has made.
+    """
+    before, after, step = old.trainer.grpo.max_steps, cfg.trainer.grpo.max_steps, made + 1
+    was, now = rate_of_run(old, step, done), rate_of_run(cfg, step, done)
+    if step > after or math.isclose(was, now, rel_tol=0.01):
+        return
+    instead = (
+        f" instead of {was:.3g}" if step <= before else f", after {rate_of_run(old, made, done):.3g} in step {made}"
+    )
+    keys = ("model.optim.lr", *(f"model.optim.sched.{item.name}" for item in fields(SchedKeys)))
+    keys = (*keys, *(f"trainer.resets.{name}" for name in ("parts", "lr_factor", "lr_warmup_steps")))
+    pairs = {key: (OmegaConf.select(cfg, key), OmegaConf.select(old, key)) for key in keys}
+    if changed := [f"{key}={new} (the run has {own})" for key, (new, own) in pairs.items() if new != own]:
+        yield (
+            f"{', '.join(changed)}: step {step}'s learning rate becomes {now:.3g}{instead}. Fix: another run with this"
+            f" rate: run_dir=NEW chain.start_from={step_folder(Path(cfg.run_dir) / 'checkpoints', made)}"
+        )
+    else:
+        yield (
+            f"trainer.grpo.max_steps={after}: step {step}'s learning rate becomes {now:.3g}{instead},"
             f" because the schedule of model.optim.sched now has {after} steps (the run had {before}). Fix: keep"
             f" {before}, and begin another run at its end: run_dir=NEW chain.start_from={cfg.run_dir}"
         )
 
 
-def _unusual(cfg: DictConfig) -> Iterator[str]:
+def _usual(cfg: DictConfig) -> dict[str, tuple[float, float, str]]:
+    """Return the ranges of `_USUAL` for the model and the loss of a run."""
     clip = _CLIPS.get(cfg.trainer.grpo.loss)
     clips = {f"trainer.grpo.{name}": clip for name in ("clip_low", "clip_high") if clip is not None}
     small = {"model.optim.lr": _SMALL_LR} if is_small(cfg) else {}
-    for key, (least, most, source) in {**_USUAL, **small, **clips}.items():
+    return {**_USUAL, **small, **clips}
+
+
+def _unusual(cfg: DictConfig) -> Iterator[str]:
+    for key, (least, most, source) in _usual(cfg).items():
         value = OmegaConf.select(cfg, key)
         if value is not None and not least <= value <= most:
             yield f"{key}={value:g}: expected {least:g} to {most:g}, a range around {source}. It is used as it is"
@@ -146,6 +257,14 @@ def _resets(cfg: DictConfig) -> Iterator[str]:
         yield (
             "trainer.resets.roll_back=true: no effect, because data.validation is empty, so no weights are known to be"
             " the best. Fix: sources in data.validation, or false"
+        )
+    defaults = ResetRulesConfig()
+    given = [name for name, value in resets.rules.items() if value != getattr(defaults, name)]
+    if resets.mode == "manual" and given:
+        keys = ", ".join(f"trainer.resets.rules.{name}={resets.rules[name]}" for name in given)
+        yield (
+            f"{keys}: no effect, because trainer.resets.mode=manual asks no rule. Fix: trainer.resets.mode=advise for"
+            " alarms, or auto for resets"
         )
     if resets.mode == "auto":
         never = {rule: reason for rule in resets.rules.asks if (reason := _never(cfg, rule)) is not None}

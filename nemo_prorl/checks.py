@@ -59,7 +59,11 @@ def check(cfg: DictConfig, stages: Callable[[], Sequence[DictConfig]] = tuple) -
 
 
 # key -> end of the error about a number outside the key's range
-_HINTS = {"trainer.grpo.validate_every": ". Fix: data.validation=[] switches validations off"}
+_HINTS = {
+    "trainer.grpo.validate_every": ". Fix: data.validation=[] switches validations off",
+    "trainer.resets.every": ". Fix: null switches regular resets off",
+    "trainer.resets.lr_factor": ". Fix: 1 leaves the rate as it is",
+}
 
 
 def _wrong(cfg: DictConfig, key: str, reason: str) -> ConfigError:
@@ -165,19 +169,20 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _divides(cfg: DictConfig, divisor_key: str, key: str, fix: str | None = None) -> None:
+def _divides(cfg: DictConfig, divisor_key: str, key: str, fix: str | None = None, also: Sequence[int] = ()) -> None:
     """Raise ConfigError unless the value of `divisor_key` divides the value of `key`.
 
     Args:
         fix: an override that fixes it; None: `divisor_key` with the largest divisor below its value.
+        also: other numbers that a proposed divisor divides.
     """
     divisor, value = OmegaConf.select(cfg, divisor_key), OmegaConf.select(cfg, key)
     if value % divisor:
-        possible = [d for d in range(1, value + 1) if value % d == 0]
+        possible = [d for d in range(1, value + 1) if math.gcd(value, *also) % d == 0]
         fix = fix or f"{divisor_key}={max(d for d in possible if d < divisor)}"
         raise ConfigError(
             f"{divisor_key}={divisor} does not divide {key}={value} ({value} / {divisor} = {value / divisor:g});"
-            f" possible: {', '.join(str(d) for d in possible if d <= 64)}. Fix: {fix}"
+            f" possible{' here' if also else ''}: {', '.join(str(d) for d in possible if d <= 64)}. Fix: {fix}"
         )
 
 
@@ -201,8 +206,10 @@ def _layout(cfg: DictConfig) -> Iterator[Fault]:
         "hidden_size",
         "make_vocab_size_divisible_by",
     )
+    ranks = cfg.trainer.num_nodes * cfg.trainer.devices
+    others = [*(model[key] for key in divided), ranks if ranks % pp else ranks // pp]
     for key in divided:
-        _divides(cfg, tp_key, f"model.{key}")
+        _divides(cfg, tp_key, f"model.{key}", also=others)
     _divides(cfg, pp_key, "model.num_layers")
     if model.get("virtual_pipeline_model_parallel_size"):
         reason = "expected null, because virtual stages are not supported"
@@ -319,7 +326,13 @@ def _engines(cfg: DictConfig) -> Iterator[Fault]:
     engines, tp, heads = rollout.engines, rollout.tensor_parallel_size, cfg.model.num_attention_heads
     each_node = max(nodes, engines // nodes * nodes)
     _divides(cfg, "trainer.num_nodes", "rollout.engines", f"rollout.engines={each_node}")
-    _divides(cfg, "rollout.tensor_parallel_size", "model.num_attention_heads")
+    gpus = [cfg.launch.gpus_per_node or devices] if cfg.trainer.accelerator == "gpu" else []
+    _divides(cfg, "rollout.tensor_parallel_size", "model.num_attention_heads", also=gpus)
+    groups = cfg.model.num_query_groups
+    if groups % tp and tp % groups:  # vLLM splits the key-value heads, or copies each
+        fits = math.gcd(heads, groups, *gpus)
+        reason = f"expected a divisor or a multiple of model.num_query_groups={groups}"
+        yield "rollout.tensor_parallel_size", f"{reason}. Fix: rollout.tensor_parallel_size={fits}"
     needed = engines * tp
     if rollout.own_devices and rollout.sleep is not None:
         reason = "expected null if rollout.own_devices=true, because nothing else uses the engines' memory"
@@ -336,7 +349,7 @@ def _engines(cfg: DictConfig) -> Iterator[Fault]:
     if cfg.trainer.accelerator == "gpu" and not rollout.own_devices and needed > nodes * devices:
         fix = f"rollout.engines={devices // tp * nodes}"
         if tp > devices:
-            fix = f"rollout.tensor_parallel_size={max(d for d in range(1, devices + 1) if heads % d == 0)}"
+            fix = f"rollout.tensor_parallel_size={math.gcd(heads, devices)}"
         raise ConfigError(
             f"rollout.engines={engines} x rollout.tensor_parallel_size={tp} = {needed} GPUs: expected at most"
             f" trainer.num_nodes={nodes} x trainer.devices={devices} = {nodes * devices}. Fix: {fix}"
@@ -362,7 +375,8 @@ def _resets(cfg: DictConfig) -> Iterator[Fault]:
     resets, last = cfg.trainer.resets, cfg.trainer.grpo.max_steps
     for key in ("trainer.resets.at_steps", "trainer.trace_steps"):
         if outside := [step for step in OmegaConf.select(cfg, key) if not 1 <= step <= last]:
-            yield key, f"expected steps of the run, 1 to {last}; got {outside[0]}"
+            fix = "Fix: other steps, or more of them (trainer.grpo.max_steps)"
+            yield key, f"expected steps of the run, 1 to {last}; got {outside[0]}. {fix}"
     if len(set(resets.at_steps)) < len(resets.at_steps):
         yield "trainer.resets.at_steps", "expected each step once; got a step twice"
     if resets.roll_back and cfg.trainer.grpo.keep_best == 0:

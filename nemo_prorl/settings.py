@@ -406,9 +406,12 @@ def _unknown(cfg: DictConfig, key: str, value: Any, here: str, part: str, node: 
     # A key of another framework comes before a key with similar letters: `lr` is not trainer.warmup.lr.
     translated = [own] if (own := meant(key)) in everywhere else []
     prefix = f"{here}." if here else ""
+    longer = [prefix + name for name in known if "." in here and name.endswith(f"_{part}")]
     near = [prefix + name for name in difflib.get_close_matches(part, known, n=1)]
     message = f"unknown key {key} (={value}): {where} has no '{part}'."
-    if suggestion := (translated or same_name or near or difflib.get_close_matches(key, everywhere, n=1, cutoff=0.8)):
+    if suggestion := (
+        longer or translated or same_name or near or difflib.get_close_matches(key, everywhere, n=1, cutoff=0.8)
+    ):
         message += f" Did you mean {suggestion[0]}?"
     if here.split(".")[0] in NEMO_SECTIONS:
         message += f" To set a NeMo key that no shipped file sets, write +{key}={value}."
@@ -461,7 +464,10 @@ def _type_message(cfg: DictConfig, key: str, value: Any, error: OmegaConfBaseExc
     child = node._get_node(last) if isinstance(node, DictConfig) and last in node.keys() else None  # noqa: SIM118
     if child is None or isinstance(child, list):
         return f"{label}: {first_line(error)}"
-    return f"{label}: expected {_kind(child._metadata.ref_type, child._metadata.optional)} ({first_line(error)})"
+    expected = f"{label}: expected {_kind(child._metadata.ref_type, child._metadata.optional)}"
+    if isinstance(child, ListConfig) and isinstance(value, int | float):
+        return f"{expected}. Fix: {name}=[{value}]"
+    return f"{expected} ({first_line(error)})"
 
 
 def _for_a_model(group: str, name: Any) -> str:

@@ -34,11 +34,21 @@ RESETS = [
         "leaves the optimizer as it is. Fix: trainer.resets.parts=both",
     ),
     (["lr_factor=0.5"], "trainer.resets.lr_factor=0.5: no effect, because no reset is planned"),
+    (
+        ["lr_factor=0.1", "every=10"],
+        "trainer.resets.lr_factor=0.1: after 11 resets model.optim.lr=0.0002 is 2e-15; expected 1e-06 to 0.01",
+    ),
+    (["every=1"], "trainer.resets.every=1: a reset after each step leaves the KL to the reference at 0"),
     (["roll_back=true", "data.validation=[]"], "trainer.resets.roll_back=true: no effect, because data.validation is"),
     (
         ["mode=auto", "rules.asks=[validation_drop]", "data.validation=[]"],
         "trainer.resets.mode=auto with validation_drop in trainer.resets.rules.asks: no rule can ask for a reset:"
         " data.validation is empty",
+    ),
+    (
+        ["mode=manual", "rules.drop_sigma=3", "rules.asks=[plateau]"],
+        "trainer.resets.rules.asks=['plateau'], trainer.resets.rules.drop_sigma=3.0: no effect, because"
+        " trainer.resets.mode=manual asks no rule. Fix: trainer.resets.mode=advise",
     ),
     (
         ["mode=auto", "rules.asks=[kl_spike]", "rules.cooldown_steps=121"],
@@ -79,7 +89,8 @@ def test_resets_with_an_effect_are_not() -> None:
         ["roll_back=true", "data.validation=[]", "trainer.resets.at_steps=[3]", "chain.start_from=runs/old"],
         ["mode=auto", "rules.asks=[validation_drop,kl_spike]"],
         ["mode=auto", "rules.asks=[plateau]", "rules.plateau_steps=100"],
-        ["mode=advise", "data.validation=[]"],
+        ["mode=advise", "data.validation=[]", "rules.drop_sigma=3"],
+        ["mode=manual"],
     ):
         texts = [
             word if "." in word.split("=")[0] and not word.startswith("rules") else f"trainer.resets.{word}"
@@ -98,6 +109,7 @@ def test_resets_with_an_effect_are_not() -> None:
         "trainer.grpo.kl_coef=10",
         "trainer.grpo.entropy_coef=1",
         "trainer.gradient_clip_val=1000",
+        "trainer.resets.kl_after_reset=0",
     ],
 )
 def test_an_unusual_number_is_named_with_the_usual_range(given: str) -> None:
@@ -133,6 +145,23 @@ def test_plan_and_train_warn_alike(caplog: pytest.LogCaptureFixture) -> None:
     assert [text.split(":")[0] for text in said[0]] == ["trainer.resets.every=500", "model.optim.lr=2"]
 
 
+def test_a_folder_that_is_not_a_run_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """A start that failed leaves only files of a run there."""
+    mine = Path("mine")
+    for name in ("base", "logs", "endpoints", "init.tmp"):
+        (mine / name).mkdir(parents=True)
+    (mine / ".lock").touch()
+    assert list(cautions(load(["run_dir=mine"]))) == []
+    for name in ("a.txt", "thesis.tex", "b.txt", "c.txt", "d.txt"):
+        (mine / name).touch()
+    for command in (["plan"], ["train", "--dry-run"]):
+        caplog.clear()
+        assert cli.main([*command, "run_dir=mine"]) == 0
+        [text] = [text for text in caplog.messages if text.startswith("run_dir=mine: expected a new folder")]
+        assert "no config.yaml, but a.txt, b.txt, c.txt, d.txt and 1 more" in text
+        assert "Fix: run_dir=FOLDER" in text
+
+
 def write_run(steps: int, done: list[int], *overrides: str) -> None:
     """Write the part of a run that the warnings read: `steps` steps made, resets after those of `done`."""
     checkpoint = Path("runs/laptop/checkpoints") / f"step-{steps:06d}"
@@ -148,6 +177,68 @@ def test_a_reset_in_the_past_of_a_run_is_named() -> None:
     assert "[3, 5, 10, 20]: no reset after 5, 10, because the run has made 10 steps. Fix: later steps, or a " in text
     assert "prorl control runs/laptop reset" in text
     assert list(cautions(load(["trainer.resets.at_steps=[3,20]"]))) == []
+
+
+RISES = [
+    (
+        ["trainer.resets.every=20", "trainer.resets.lr_warmup_steps=30"],
+        ["trainer.resets.lr_warmup_steps=30: the learning rate that rises after the reset of step 20 does", "20 steps"],
+    ),
+    (
+        ["trainer.resets.at_steps=[60,110]", "trainer.resets.lr_warmup_steps=11"],
+        ["the last step (trainer.grpo.max_steps=120) comes 10 steps later. Fix: trainer.resets.lr_warmup_steps=10 or"],
+    ),
+    (
+        ["trainer.resets.at_steps=[20]", "model.optim.sched.warmup_steps=30"],
+        ["sched.warmup_steps=30: the learning rate that rises at the start does not", "Fix: at most 20 steps, or r"],
+    ),
+    (
+        ["trainer.resets.at_steps=[100]", "model.optim.sched.warmup_ratio=0.25"],
+        ["model.optim.sched.warmup_ratio=0.25 (30 steps): the learning rate that rises after the reset of step 100"],
+    ),
+    (
+        ["model.optim.sched.warmup_ratio=1", "model.optim.sched.name=cosine"],
+        [
+            "model.optim.sched.warmup_ratio=1: the learning rate rises until the last step",
+            "=120), and never falls (mod",
+        ],
+    ),
+    (
+        ["trainer.resets.mode=auto", "trainer.resets.rules.asks=[kl_spike]", "trainer.resets.lr_warmup_steps=51"],
+        ["trainer.resets.lr_warmup_steps=51: after a reset a rule may", "Fix: trainer.resets.rules.cooldown_steps=51"],
+    ),
+    (
+        ["trainer.resets.lr_warmup_steps=121", "chain.start_from=runs/x"],
+        [
+            "trainer.resets.lr_warmup_steps=121: the learning rate that rises at the start",
+            "max_steps=120) comes 120 steps later",
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), RISES, ids=[" ".join(given) for given, _ in RISES])
+def test_a_rise_of_the_rate_that_is_cut_off_is_named(given: list[str], said: list[str]) -> None:
+    [text] = cautions(load(given))
+    assert [part for part in said if part not in text] == []
+
+
+def test_a_rise_that_ends_in_time_is_not() -> None:
+    resets, sched = "trainer.resets", "model.optim.sched"
+    for given in (
+        [f"{resets}.every=20", f"{resets}.lr_warmup_steps=20"],
+        [f"{resets}.at_steps=[110]", f"{resets}.lr_warmup_steps=10", f"{sched}.warmup_steps=30"],
+        [f"{resets}.at_steps=[110]", f"{resets}.parts=reference", f"{sched}.warmup_steps=30"],
+        [f"{sched}.warmup_steps=119"],
+        [f"{sched}.warmup_steps=119", "chain.start_from=runs/x", f"{resets}.parts=reference"],
+        [f"{sched}.warmup_ratio=0.1", "trainer.grpo.max_steps=1"],
+        [f"{resets}.mode=auto", f"{resets}.rules.asks=[kl_spike]", f"{resets}.lr_warmup_steps=50"],
+    ):
+        assert list(cautions(load(given))) == [], given
+    write_run(60, [50])
+    assert list(cautions(load([f"{resets}.every=10", f"{resets}.lr_warmup_steps=10"]))) == []
+    [text] = cautions(load([f"{resets}.at_steps=[70]", f"{resets}.lr_warmup_steps=30"]))
+    assert text.endswith("the next reset comes 20 steps later. Fix: resets at other steps")
 
 
 @pytest.mark.parametrize(
@@ -169,6 +260,21 @@ def test_other_steps_that_change_the_next_rate_are_named(
             said = [text for text in caplog.messages if "learning rate becomes" in text]
             assert len(said) == (1 if rates and more else 0)
             assert not said or (rates or "") in said[0]
+
+
+def test_the_rate_before_a_change_is_the_run_s_own(caplog: pytest.LogCaptureFixture) -> None:
+    """A plan may change what a continued run may not; after the last step, no next one had a rate."""
+    write_run(60, [], "model.optim.sched.name=linear")
+    what_if = ["--config", "runs/laptop/config.yaml", "model.optim.sched.name=constant", "trainer.grpo.max_steps=240"]
+    cli.main(["plan", *what_if])
+    [text] = [text for text in caplog.messages if "learning rate becomes" in text]
+    assert text.startswith(
+        "model.optim.sched.name=constant (the run has linear): step 61's learning rate becomes 0.0002 instead of 0.0001"
+    )
+    write_run(120, [], "model.optim.sched.name=linear")
+    sched = ["model.optim.sched.name=linear", "trainer.grpo.max_steps=240"]
+    [text] = cautions(load(sched), load(sched[:1]))
+    assert "step 121's learning rate becomes 0.0001, after 1.67e-06 in step 120, because the schedule" in text
 
 
 def test_a_key_given_twice_is_named(caplog: pytest.LogCaptureFixture) -> None:

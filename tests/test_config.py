@@ -197,12 +197,23 @@ WRONG: list[tuple[list[str], list[str]]] = [
     (["trainer.resets.rules.asks=[kl]"], ["trainer.resets.rules.asks=['kl']", "validation_drop, plateau, kl_spike"]),
     (["trainer.resets.mode=auto", "trainer.resets.rules.asks=[]"], ["trainer.resets.rules.asks=[]", "mode=advise"]),
     (["trainer.resets.rules.kl_factor=1"], ["trainer.resets.rules.kl_factor=1", "above 1"]),
+    (["trainer.resets.every=0"], ["trainer.resets.every=0", "at least 1", "Fix: null switches regular resets off"]),
+    (["trainer.resets.lr_factor=0"], ["trainer.resets.lr_factor=0", "above 0", "Fix: 1 leaves the rate as it is"]),
+    (
+        ["trainer.resets.at_steps=60"],
+        ["trainer.resets.at_steps=60: expected a list", "Fix: trainer.resets.at_steps=[60]"],
+    ),
+    (["trainer.resets.at_steps=[121]"], ["1 to 120; got 121. Fix: other steps, or more of them"]),
+    (["trainer.resets.warmup_steps=5"], ["Did you mean trainer.resets.lr_warmup_steps?"]),
     (["trainer.resets.rules.entropy_share=2"], ["trainer.resets.rules.entropy_share=2", "at most 1"]),
     (["model.optim.name=sgd"], ["model.optim.name=sgd", "mcore_distributed_optim"]),
-    (["model.tensor_model_parallel_size=3"], ["=3", "model.num_attention_heads=4", "4 / 3 = 1.33", "1, 2, 4"]),
+    (
+        ["model.tensor_model_parallel_size=3"],
+        ["=3", "model.num_attention_heads=4", "4 / 3 = 1.33", "possible here: 1. Fix: model.ten"],
+    ),
     (
         ["model.tensor_model_parallel_size=4", "trainer.devices=4"],
-        ["model.tensor_model_parallel_size=4", "model.num_query_groups=2", "possible: 1, 2"],
+        ["model.tensor_model_parallel_size=4", "model.num_query_groups=2", "possible here: 1, 2"],
     ),
     (
         ["model.tensor_model_parallel_size=2", "trainer.devices=2", "model.ffn_hidden_size=383"],

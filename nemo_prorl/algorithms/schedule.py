@@ -4,7 +4,8 @@ A resumed run needs no state for it.  NeMo's own schedulers are not built (`poli
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from nemo_prorl.config import ResetsConfig, SchedKeys
 
@@ -36,6 +37,32 @@ def learning_rate(
     begun = [reset for reset in emptied if reset < step]
     since, rise = (begun[-1], resets.lr_warmup_steps or first) if begun else (0, first)
     return full * min(1.0, (step - since) / rise) if rise else full
+
+
+def emptying(resets: ResetsConfig, done: Iterable[Mapping[str, Any]]) -> list[int]:
+    """Return the steps of those of the resets `done` that reset the optimizer."""
+    return [reset["step"] for reset in done if resets.parts != "reference" or "rolled_back_to" in reset]
+
+
+def rate_of_run(cfg: Any, step: int, done: Sequence[Mapping[str, Any]]) -> float:
+    """Return `learning_rate` of a step of the run `cfg` after the resets `done`."""
+    optim, resets, steps = cfg.model.optim, cfg.trainer.resets, cfg.trainer.grpo.max_steps
+    made, emptied = [reset["step"] for reset in done], emptying(resets, done)
+    return learning_rate(optim.lr, optim.sched, resets, step=step, steps=steps, done=made, emptied=emptied)
+
+
+def begins_with_reset(cfg: Any) -> bool:
+    """Return whether the run follows another one and begins with a reset, after step 0."""
+    return bool(cfg.chain.hard_reset) and (cfg.chain.after is not None or cfg.chain.start_from is not None)
+
+
+def fixed_resets(resets: ResetsConfig, made: int, steps: int) -> list[int]:
+    """Return the steps after `made` after which a run of `steps` steps makes resets, without those of rules or users.
+
+    A reset that is due after the last step is made, too.
+    """
+    every = range(resets.every, steps + 1, resets.every) if resets.every is not None else ()
+    return sorted(step for step in {*every, *resets.at_steps} if made < step <= steps)
 
 
 def warmup_steps(sched: SchedKeys, steps: int) -> int:

@@ -99,6 +99,11 @@ def _has_weights(folder: Path) -> bool:
     return all((folder / name).is_file() for name in set(json.loads(index.read_text())["weight_map"].values()))
 
 
+def will_be_completed(folder: Path) -> bool:
+    """Return whether a model folder is one of the hub's cache, to which a start downloads what is missing."""
+    return folder.parent.name == "snapshots" and not _has_weights(folder)
+
+
 def _fetched(
     kind: str, repo: str, patterns: Sequence[str], revision: str | None, option: str, instead: str
 ) -> tuple[Path, str]:

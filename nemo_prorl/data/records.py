@@ -265,6 +265,11 @@ def _objects(path: str | Path) -> Iterator[tuple[str, int, Any]]:
                 yield f"{path}:{number}", number, parsed(raw, f"{path}:{number}")
 
 
+def line_of(path: str | Path, identity: str) -> int:
+    """Return the line or row of the record with an id in a file that `read_records` accepts."""
+    return next(number for _, number, record in _objects(path) if record["id"] == identity)
+
+
 def read_records(path: str | Path) -> list[dict[str, Any]]:
     """Return the records of a JSON Lines or Parquet (`.parquet`) file, in order; blank lines are skipped.
 
@@ -272,11 +277,11 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
     repeated id.
     """
     records: list[dict[str, Any]] = []
-    line_of: dict[str, int] = {}
+    lines: dict[str, int] = {}
     try:
         for where, number, found in _objects(path):
             record = validate_record(found, where)
-            first = line_of.setdefault(record["id"], number)
+            first = lines.setdefault(record["id"], number)
             if first != number:
                 raise DataError(f"{where}: field 'id' is {record['id']!r}, as in line {first}; ids must differ")
             records.append(record)

@@ -26,6 +26,23 @@ Assistant: <think>
 """
 
 
+# One of these has the vocabulary of a tokenizer.
+_VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model", "*.tiktoken")
+
+
+def tokenizer_fault(folder: Path) -> str | None:
+    """Return which files of a tokenizer a model folder lacks, and the cure; None if it has them."""
+    lacks = [] if (folder / "tokenizer_config.json").is_file() else ["no tokenizer_config.json"]
+    if not any(True for pattern in _VOCABULARIES for _ in folder.glob(pattern)):
+        lacks.append("no vocabulary (tokenizer.json, or vocab.json with merges.txt)")
+    if not lacks:
+        return None
+    return (
+        f"{folder}: {' and '.join(lacks)}, so no tokenizer. Fix: copy the model's tokenizer files into it, or name"
+        " another Hugging Face model folder"
+    )
+
+
 def written(prompt: str | list[dict[str, str]], form: str, system: str | None) -> str | list[dict[str, str]]:
     """Return a record's prompt with the system prompt, as text or as messages for the chat template.
 
@@ -57,10 +74,8 @@ class PromptRenderer:
         from transformers import AutoTokenizer
 
         folder = Path(tokenizer_folder)
-        if not (folder / "tokenizer_config.json").is_file():
-            raise ConfigError(
-                f"{folder}: no tokenizer_config.json, so no tokenizer. Fix: name a Hugging Face model folder"
-            )
+        if fault := tokenizer_fault(folder):
+            raise ConfigError(fault)
         data = data or DataConfig()
         self.context_tokens, self._form, self._system = context_tokens, data.prompt, data.system
         self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)

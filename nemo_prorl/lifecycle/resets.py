@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from nemo_prorl.algorithms.reset_rules import Finding, History, best_policy, decide
+from nemo_prorl.algorithms.schedule import emptying
 from nemo_prorl.config import ResetsConfig
 from nemo_prorl.errors import ResetFailure
 from nemo_prorl.leader import Leader
@@ -76,7 +77,7 @@ class Resets:
     @property
     def emptied(self) -> list[int]:
         """Return those of `steps` after which the optimizer was reset."""
-        return [reset["step"] for reset in self.done if self._empties("rolled_back_to" in reset)]
+        return emptying(self.config, self.done)
 
     def _empties(self, rolled_back: bool) -> bool:
         return self.config.parts != "reference" or rolled_back  # the moments belong to other weights

@@ -71,6 +71,15 @@ def read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
+def newest_state(run_dir: Path) -> dict[str, Any]:
+    """Return the state in a run's newest checkpoint; {} if there is none, or if it cannot be read."""
+    own = complete(run_dir / "checkpoints")
+    try:
+        return read_state(own[-1]) if own else {}
+    except CheckpointError:  # the start of the run reports it
+        return {}
+
+
 def check_continuable(folder: Path) -> None:
     """Raise CheckpointError if this version cannot continue from the checkpoint `folder`."""
     state = read_state(folder)

@@ -17,7 +17,7 @@ from nemo_prorl.lifecycle.base_model import model_to_copy, warms_up
 from nemo_prorl.lifecycle.retention import complete, read_state, step_of
 from nemo_prorl.lifecycle.stages import origin
 from nemo_prorl.lifecycle.tolerances import engine_gap_alarm, kl_after_reset
-from nemo_prorl.planning import algorithm, time_limit
+from nemo_prorl.planning import algorithm, time_limit, timetable
 from nemo_prorl.planning.columns import columns
 from nemo_prorl.planning.plan import NAMES, PAPER_GPU_HOURS, RESET_BY, Chain, PlannedStage, careful_seconds
 from nemo_prorl.planning.prompts import prompt_form
@@ -94,7 +94,7 @@ def run_rows(cfg: DictConfig, lengths: str = "not checked") -> dict[str, str]:
         "context": f"{grpo.context_tokens} tokens, temperature {grpo.temperature:g}",
         "differences": f"policy to reference after a reset {kl_after_reset(cfg):g} per token; alarm if engine and"
         f" trainer differ by more than {engine_gap_alarm(cfg):g}",
-        "hard resets": _resets(trainer.resets, grpo.max_steps),
+        **timetable.rows(cfg),
         "checkpoints": f"every {grpo.checkpoint_every} steps, {grpo.keep_checkpoints} kept",
         "validation": f"every {grpo.validate_every} steps, {grpo.validation_samples} responses per prompt, temperature"
         f" {grpo.validation_temperature:g}",
@@ -114,7 +114,14 @@ def _first_weights(cfg: DictConfig) -> dict[str, str]:
     """
     run_dir, given = Path(cfg.run_dir), cfg.chain.start_from
     if own := complete(run_dir / "checkpoints"):
-        return {"first weights": f"this run's own: it continues after step {step_of(own[-1])}"}
+        step = step_of(own[-1])
+        text = f"this run's own: it continues after step {step}"
+        if step >= cfg.trainer.grpo.max_steps:
+            text = (
+                f"none: the run is finished at step {step}. To go on: trainer.grpo.max_steps=N above {step}, or another"
+                f" run or stage from its end: run_dir=NEW chain.start_from={cfg.run_dir}"
+            )
+        return {"first weights": text}
     reset = "with a hard reset at step 0" if cfg.chain.hard_reset else "with its reference and optimizer"
     if given is None and cfg.chain.after is not None:
         which = "best" if cfg.trainer.resets.roll_back else "last"
@@ -131,22 +138,6 @@ def _first_weights(cfg: DictConfig) -> dict[str, str]:
     return {
         "first weights": cfg.pretrained_checkpoint.restore_from_path or "random, with a tokenizer made for the data"
     }
-
-
-def _resets(resets: DictConfig, steps: int) -> str:
-    """Return in words when hard resets are made in a run of this many steps, and what they change."""
-    fixed = {step for step in range(1, steps + 1) if resets.every is not None and step % resets.every == 0}
-    when = [f"every {resets.every} steps"] if resets.every is not None else []
-    if resets.at_steps:
-        when.append(f"after steps {', '.join(map(str, sorted(resets.at_steps)))}")
-    count = len(fixed | set(resets.at_steps))
-    at = f"{' and '.join(when)} ({count} reset{'' if count == 1 else 's'})" if when else "at no fixed step"
-    texts = [f"{resets.mode}; {at}, of {'reference and optimizer' if resets.parts == 'both' else resets.parts}"]
-    if resets.roll_back:
-        texts.append("back to the best weights")
-    if resets.lr_factor != 1:
-        texts.append(f"learning rate x {resets.lr_factor:g} each")
-    return "; ".join(texts)
 
 
 def _rate(cfg: DictConfig) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_prorl.config import DataConfig
-from nemo_prorl.data.render import written
+from nemo_prorl.data.render import tokenizer_fault, written
 
 PROMPT = "PROMPT"  # stands for a record's prompt in the shown form
 
@@ -26,6 +26,8 @@ def prompt_form(data: DataConfig, model: str | None) -> str:
 
 
 def _through_template(messages: Any, model: str | None) -> str:
+    if model is not None and tokenizer_fault(Path(model)):
+        return "refused: the model folder has no tokenizer"
     template = None if model is None else _template(Path(model))
     if template is None:
         return "by the tokenizer's chat template" if model is None else "refused: the tokenizer has no chat template"

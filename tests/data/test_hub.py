@@ -106,6 +106,8 @@ def test_a_plan_by_name(tmp_path: Path, hub: str) -> None:
     assert "28 layers x 1536" in told.stdout
     assert f"snapshots/{COMMIT}" in told.stdout
     assert not list(tmp_path.rglob("model-00001*"))
+    # A start would load what the cache lacks.
+    assert not list(tmp_path.rglob("tokenizer_config.json"))
 
 
 def test_a_name_that_no_hub_has(tmp_path: Path, hub: str) -> None:

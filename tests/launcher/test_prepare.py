@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import sys
 from pathlib import Path
@@ -62,6 +63,20 @@ def test_what_a_failed_start_made_is_made_anew(tmp_path: Path) -> None:
     assert "walrus" in (tmp_path / "run" / "init" / "tokenizer.json").read_text()
     prepared(tmp_path, [line.replace("walrus", "penguin") for line in walruses])
     assert "walrus" not in (tmp_path / "run" / "init" / "tokenizer.json").read_text()
+
+
+def test_a_start_removes_no_folder_that_no_start_made(tmp_path: Path) -> None:
+    init = tmp_path / "run" / "init"
+    init.mkdir(parents=True)
+    (init / "thesis.tex").touch()
+    with pytest.raises(ConfigError, match="run/init is not the model of a run; a start would remove it. Fix: run_dir="):
+        prepared(tmp_path, [record()])
+    assert (init / "thesis.tex").is_file()
+    shutil.rmtree(init)
+    prepared(tmp_path, [record()])
+    (tmp_path / "run" / "config.yaml").unlink()
+    prepared(tmp_path, [record()], f"pretrained_checkpoint.restore_from_path={init}")  # the user's model, now
+    assert (init / "model.safetensors").is_file()
 
 
 def test_a_start_cleans_and_checks_the_checkpoints_of_the_start_before(tmp_path: Path) -> None:
@@ -201,14 +216,18 @@ def test_the_start_says_how_much_disk_the_checkpoints_take(tmp_path: Path, caplo
         ([record(), json.dumps({k: v for k, v in GOOD.items() if k != "truth"})], DataError, ["2", "truth"]),
         ([], DataError, ["prompts.jsonl"]),
         ([record(prompt="1 " * 200)], DataError, ["a-1", "64", "trainer.grpo.context_tokens"]),
-        ([record(task="chess")], ProrlError, ["chess", "math", "puzzles"]),
+        (
+            [record(), "", record(id="c", task="chess")],
+            ProrlError,
+            ["prompts.jsonl:3: source 'mine', record 'c': no reward plugin judges task 'chess'", "math", "puzzles"],
+        ),
         (
             [
                 record(),
                 record(id="i-1", task="instructions", truth={"instruction_id_list": ["no:such"], "kwargs": [{}]}),
             ],
             DataError,
-            ["mine", "i-1", "no:such"],
+            ["prompts.jsonl:2: source 'mine', record 'i-1': ", "no:such"],
         ),
     ],
     ids=["malformed line", "missing field", "empty file", "long prompt", "unknown task", "unknown instruction"],

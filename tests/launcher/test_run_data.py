@@ -138,15 +138,26 @@ def test_files_are_read_once_for_all_stages(words: list[str], monkeypatch: pytes
     assert len(read) == 1
 
 
-def test_without_a_tokenizer_a_plan_says_that_lengths_are_not_checked(
+def test_without_a_tokenizer_a_plan_is_refused_like_the_run(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
+    model = tmp_path / "model"
+    generated = ["data.train=[{name: sums, generator: arithmetic, size: 99}]", "data.validation=[]"]
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "model" / name).unlink()
-    assert cli.main(["plan", *words]) == 0
-    assert f"prompt lengths   not checked: {tmp_path / 'model'} has no tokenizer_config.json" in capsys.readouterr().out
-    assert cli.main(["train", "--dry-run", *words]) == 2
-    assert "no tokenizer_config.json" in caplog.text
+        (model / name).unlink()
+        lacks = (
+            "no vocabulary (tokenizer.json, or vocab.json with merges.txt), so no tokenizer. Fix: copy the model's tok"
+        )
+        lacks = lacks if name == "tokenizer.json" else f"no tokenizer_config.json and {lacks}"
+        for given in (words, [*words, *generated]):
+            for command in (["plan"], ["train", "--dry-run"]):
+                caplog.clear()
+                assert cli.main([*command, *given]) == 2
+                assert f"{model}: {lacks}" in caplog.text
+    told = capsys.readouterr().out
+    assert f"prompt lengths   not checked: {model} has no tokenizer\n" in told
+    assert "refused: the model folder has no tokenizer\n" in told
+    assert "chat template" not in told
     assert cli.main(["plan", "--json", *words, "pretrained_checkpoint.restore_from_path=null"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["prompt_lengths"] is None

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from nemo_prorl import cli, settings
+from nemo_prorl.errors import ConfigError
 from nemo_prorl.sizing import roofline
 from nemo_prorl.sizing.memory import memory_of
 from tests.planning.memory_cases import QWEN_7B
@@ -112,6 +113,35 @@ def test_following_each_fix_leads_to_a_plan(given: list[str], first: str, caplog
     assert fixes[0] == first
 
 
+def write_model(folder: Path) -> None:
+    """Write what a plan reads of a 7B model."""
+    (folder / "config.json").write_text(json.dumps(QWEN_7B))
+    for name in ("tokenizer_config.json", "tokenizer.json"):
+        (folder / name).write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("given", "possible"),
+    [
+        ("model.tensor_model_parallel_size=8", "1, 2, 4"),
+        ("model.tensor_model_parallel_size=7", "1, 2, 4"),
+        ("rollout.tensor_parallel_size=8", "1, 2, 4"),
+        ("rollout.tensor_parallel_size=14", None),
+        ("rollout.tensor_parallel_size=7", None),
+        ("rollout.tensor_parallel_size=28", None),
+    ],
+)
+def test_a_proposed_split_of_a_model_divides_the_gpus(given: str, possible: str | None, tmp_path: Path) -> None:
+    """7B has 28 heads and 4 groups of them: vLLM refuses 7 and 14, and 28 are more than a node has."""
+    write_model(tmp_path)
+    words = ["cluster=h100_1x8", f"pretrained_checkpoint.restore_from_path={tmp_path}", "rollout.engines=1"]
+    with pytest.raises(ConfigError) as caught:
+        settings.load([*words, given])
+    said = str(caught.value)
+    assert said.endswith(f"Fix: {given.partition('=')[0]}=4")
+    assert possible is None or f"; possible here: {possible}. Fix" in said
+
+
 def fixes_of(words: list[str], caplog: pytest.LogCaptureFixture) -> list[list[str]]:
     """Return the alternatives that the refusal of a plan offers."""
     caplog.clear()
@@ -121,7 +151,7 @@ def fixes_of(words: list[str], caplog: pytest.LogCaptureFixture) -> list[list[st
 
 def test_a_fix_makes_every_stage_of_the_plan_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """7B on one node: recomputing all layers would be enough for run1, and not for run8."""
-    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
+    write_model(tmp_path)
     words = ["cluster=h100_1x8", f"pretrained_checkpoint.restore_from_path={tmp_path}", "stage=run1"]
     fixes = fixes_of(words, caplog)
     assert [[word for word in fix if "activations" not in word] for fix in fixes] == [
@@ -146,7 +176,7 @@ def test_a_fix_leaves_room_for_sequences_and_the_fastest_comes_first(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """7B on one node: recomputing all layers fits to the last GB, with the KV cache of a single sequence."""
-    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
+    write_model(tmp_path)
     words = ["cluster=h100_1x8", f"pretrained_checkpoint.restore_from_path={tmp_path}"]
     recompute = "model.activations_checkpoint_granularity=full model.activations_checkpoint_method=uniform"
     recomputing = [*words, *recompute.split(), "model.activations_checkpoint_num_layers=1"]

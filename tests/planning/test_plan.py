@@ -15,7 +15,7 @@ from nemo_prorl.launcher import prepare as prepare_module
 from nemo_prorl.launcher.prepare import check_origin, prepare
 from nemo_prorl.lifecycle.retention import FORMAT
 from nemo_prorl.lifecycle.stages import origin
-from nemo_prorl.planning import overview
+from nemo_prorl.planning import overview, timetable
 from nemo_prorl.planning import plan as p
 
 pytestmark = pytest.mark.starts
@@ -249,16 +249,24 @@ def test_a_plan_lists_only_the_sources_of_the_tasks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "row"),
     [
-        ([], "advise; at no fixed step, of reference and optimizer"),
-        (["every=40"], "advise; every 40 steps (3 resets), of reference and optimizer"),
+        ([], "none at a fixed step; mode advise, rules only alarm; of reference and optimizer"),
+        (["every=40"], "2 at fixed steps: every 40 steps, after 40, 80; one after the last step, 120, without effect"),
+        (["every=50", "at_steps=[100,7]"], "3 at fixed steps: every 50 steps, after 7, 50, 100; mode advise"),
+        (["every=10"], "11 at fixed steps: every 10 steps, after 10, 20, 30, 40, 50, ... 110; one after the last"),
         (
-            ["every=50", "at_steps=[100,7]"],
-            "advise; every 50 steps and after steps 7, 100 (3 resets), of reference and",
+            ["at_steps=[9]", "parts=reference", "roll_back=true"],
+            "1 at a fixed step: after 9; mode advise, rules only alarm; of reference; back to the best weights, then of"
+            " the optimizer, too",
         ),
-        (["at_steps=[9]", "parts=reference"], "advise; after steps 9 (1 reset), of reference"),
+        (
+            ["at_steps=[9]", "parts=reference"],
+            "1 at a fixed step: after 9; mode advise, rules only alarm; of reference",
+        ),
         (
             ["mode=auto", "roll_back=true", "lr_factor=0.5"],
-            "auto; at no fixed step, of reference and optimizer; back to the best weights; learning rate x 0.5 each",
+            "none at a fixed step; mode auto, rules may make more (validation_drop, plateau, kl_spike); of"
+            " reference and optimizer; back to the best"
+            " weights; learning rate x 0.5 each",
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -268,6 +276,69 @@ def test_a_plan_says_when_resets_come_and_what_they_do(overrides: list[str], row
     told = overview.run_rows(settings.load([f"trainer.resets.{override}" for override in overrides]))["hard resets"]
     assert told.startswith(row)
     assert ("best" in told, "rate" in told) == ("best" in row, "rate" in row)
+
+
+def test_a_plan_of_a_continued_run_counts_only_the_resets_to_come(tmp_path: Path) -> None:
+    made = {"format": FORMAT, "version": __version__, "step": 60, "resets": {"done": [{"step": 0}, {"step": 40}]}}
+    folder = write_run(tmp_path / "old", ["run_dir=old"], []) / "checkpoints" / "step-000060"
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text(json.dumps(made))
+    of_run = [
+        "run_dir=old",
+        "trainer.resets.every=40",
+        "trainer.resets.at_steps=[5,40]",
+        "trainer.resets.lr_factor=0.5",
+    ]
+    rows = overview.run_rows(settings.load(of_run))
+    assert rows["hard resets"].startswith("1 at a fixed step: every 40 steps, after 80; one after the last step, 120,")
+    assert "; 1 made so far, after 40; mode advise" in rows["hard resets"]
+    assert rows["learning rate"] == "step 61 0.0001, step 80 0.0001, step 81 5e-05, step 120 5e-05"
+    only = overview.run_rows(settings.load(["run_dir=old", "trainer.resets.lr_factor=0.5"]))
+    assert only["learning rate"] == "step 61 0.0001, step 120 0.0001"
+    begins = overview.run_rows(settings.load(["run_dir=runs/x/run2", "stage=run2", "data=domains"]))["hard resets"]
+    assert begins.startswith("one at the start of the stage; none at a fixed step; ")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "row"),
+    [
+        ([], None),
+        (["name=linear", "warmup_steps=10"], "step 1 2e-05, step 10 0.0002, step 120 1.82e-06"),
+        (
+            ["warmup_steps=10", "trainer.resets.at_steps=[60]", "trainer.resets.lr_warmup_steps=4"],
+            "step 1 2e-05, step 10 0.0002, step 60 0.0002, step 61 5e-05, step 64 0.0002, step 120 0.0002",
+        ),
+        (
+            ["warmup_steps=10", "trainer.resets.at_steps=[60]", "trainer.resets.parts=reference"],
+            "step 1 2e-05, step 10 0.0002, step 60 0.0002, step 61 0.0002, step 120 0.0002",
+        ),
+        (
+            ["trainer.resets.every=10", "trainer.resets.lr_factor=0.9"],
+            "step 1 0.0002, step 10 0.0002, step 11 0.00018, step 20 0.00018, step 21 0.000162, step 30 0.000162, ...,"
+            " step 120 6.28e-05",
+        ),
+        (
+            ["name=constant", "trainer.resets.lr_warmup_steps=4", "chain.start_from=runs/x"],
+            "step 1 5e-05, step 4 0.0002, step 120 0.0002",
+        ),
+    ],
+)
+def test_a_plan_says_which_learning_rate_the_steps_have(overrides: list[str], row: str | None) -> None:
+    words = [word if word.startswith(("trainer.", "chain.")) else f"model.optim.sched.{word}" for word in overrides]
+    assert timetable.rows(settings.load(words)).get("learning rate") == row
+
+
+def test_a_plan_of_a_finished_run_says_so(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "old", ["run_dir=old"], []) / "checkpoints" / "step-000120"
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text(json.dumps({"format": FORMAT, "version": __version__, "step": 120}))
+    first = [
+        overview.run_rows(settings.load(["run_dir=old", *more]))["first weights"]
+        for more in ([], ["trainer.grpo.max_steps=121"])
+    ]
+    assert first[0].startswith("none: the run is finished at step 120. To go on: trainer.grpo.max_steps=N above 120")
+    assert first[0].endswith("run_dir=NEW chain.start_from=old")
+    assert first[1] == "this run's own: it continues after step 120"
 
 
 def test_a_plan_says_what_a_fork_starts_from_and_refuses_it_like_the_run(

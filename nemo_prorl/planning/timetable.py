@@ -1,0 +1,75 @@
+"""What `prorl plan` says of a run's hard resets and of its learning rate: at which step, and to what."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from nemo_prorl.algorithms.schedule import begins_with_reset, emptying, fixed_resets, rate_of_run, warmup_steps
+from nemo_prorl.lifecycle.retention import newest_state
+
+_MOST = 6  # steps that the row of resets lists
+_SHOWN = 3  # stretches between resets whose rates are listed
+_MODES = {"manual": "no rules", "advise": "rules only alarm", "auto": "rules may make more"}
+
+
+def rows(cfg: DictConfig) -> dict[str, str]:
+    """Return the row of hard resets, and one of the learning rate unless each step to come has `model.optim.lr`."""
+    state, resets, steps = newest_state(Path(cfg.run_dir)), cfg.trainer.resets, cfg.trainer.grpo.max_steps
+    made, done = state.get("step", 0), state.get("resets", {}).get("done", [])
+    own = [reset["step"] for reset in done if reset["step"]]  # step 0 is the start of the stage
+    planned = fixed_resets(resets, made, steps)
+    begins = begins_with_reset(cfg) and not state
+    useful = [step for step in planned if step < steps]
+    rates = _rates(cfg, made, [{"step": 0}] if begins else done, useful)
+    start = "one at the start of the stage; " if begins else ""
+    found = {"hard resets": start + _resets(resets, own, planned, steps)}
+    if rates and set(rates.values()) != {cfg.model.optim.lr}:
+        texts = [f"step {step} {rate:.3g}" for step, rate in rates.items()]
+        found["learning rate"] = ", ".join([*texts[:-1], *(["..."] if len(useful) >= _SHOWN else []), texts[-1]])
+    return found
+
+
+def _resets(resets: DictConfig, done: Sequence[int], planned: Sequence[int], steps: int) -> str:
+    """Return in words which resets were made and will be made in this run, and what they change."""
+    useful = [step for step in planned if step < steps]
+    count, regular = (
+        len(useful),
+        "" if resets.every is None else "every step, " if resets.every == 1 else f"every {resets.every} steps, ",
+    )
+    at = "a fixed step" if count == 1 else "fixed steps"
+    texts = [f"{count} at {at}: {regular}after {_listed(useful)}" if useful else "none at a fixed step"]
+    if steps in planned:
+        texts.append(f"one after the last step, {steps}, without effect in this run")
+    if done:
+        texts.append(f"{len(done)} made so far, after {_listed(done)}")
+    asks = f" ({', '.join(resets.rules.asks)})" if resets.mode == "auto" else ""
+    texts.append(f"mode {resets.mode}, {_MODES[resets.mode]}{asks}")
+    texts.append(f"of {'reference and optimizer' if resets.parts == 'both' else resets.parts}")
+    if resets.roll_back:
+        empties = ", then of the optimizer, too" if resets.parts == "reference" else ""
+        texts.append(f"back to the best weights{empties}")
+    if resets.lr_factor != 1:
+        texts.append(f"learning rate x {resets.lr_factor:g} each")
+    return "; ".join(texts)
+
+
+def _listed(steps: Sequence[int]) -> str:
+    if len(steps) <= _MOST:
+        return ", ".join(map(str, steps))
+    return f"{', '.join(map(str, steps[: _MOST - 1]))}, ... {steps[-1]}"
+
+
+def _rates(cfg: DictConfig, made: int, done: Sequence[Mapping[str, Any]], planned: Sequence[int]) -> dict[int, float]:
+    """Return {step: learning rate} of the next step, the last one, and those where a rise begins or ends between."""
+    resets, steps = cfg.trainer.resets, cfg.trainer.grpo.max_steps
+    first = warmup_steps(cfg.model.optim.sched, steps)
+    back = {"rolled_back_to": 0} if resets.roll_back else {}
+    all_done = [*done, *({"step": step, **back} for step in planned)]
+    starts = [max((reset["step"] for reset in done), default=0), *planned]
+    turns = {made + 1, steps}
+    for start, end in list(zip(starts, [*planned, steps], strict=True))[:_SHOWN]:
+        rise = resets.lr_warmup_steps or first if start in emptying(resets, all_done) else 0 if start else first
+        turns |= {start + 1, min(start + rise, end), end}
+    return {step: rate_of_run(cfg, step, all_done) for step in sorted(turns) if made < step <= steps}

@@ -11,7 +11,12 @@ from nemo_prorl.lifecycle.retention import newest_state
 
 _MOST = 6  # steps that the row of resets lists
 _SHOWN = 3  # stretches between resets whose rates are listed
-_MODES = {"manual": "no rules", "advise": "rules only alarm", "auto": "rules may make more"}
+_MODES = {
+    "manual": "no rules",
+    "advise": "rules only alarm",
+    "auto": "rules may make more",
+    "stop": "rules may stop the run",
+}
 
 
 def rows(cfg: DictConfig) -> dict[str, str]:
@@ -34,17 +39,14 @@ def rows(cfg: DictConfig) -> dict[str, str]:
 def _resets(resets: DictConfig, done: Sequence[int], planned: Sequence[int], steps: int) -> str:
     """Return in words which resets were made and will be made in this run, and what they change."""
     useful = [step for step in planned if step < steps]
-    count, regular = (
-        len(useful),
-        "" if resets.every is None else "every step, " if resets.every == 1 else f"every {resets.every} steps, ",
-    )
-    at = "a fixed step" if count == 1 else "fixed steps"
-    texts = [f"{count} at {at}: {regular}after {_listed(useful)}" if useful else "none at a fixed step"]
+    regular = f"every {resets.every} steps, ".replace("every 1 steps", "every step") if resets.every else ""
+    at = "a fixed step" if len(useful) == 1 else "fixed steps"
+    texts = [f"{len(useful)} at {at}: {regular}after {_listed(useful)}" if useful else "none at a fixed step"]
     if steps in planned:
         texts.append(f"one after the last step, {steps}, without effect in this run")
     if done:
         texts.append(f"{len(done)} made so far, after {_listed(done)}")
-    asks = f" ({', '.join(resets.rules.asks)})" if resets.mode == "auto" else ""
+    asks = f" ({', '.join(resets.rules.asks)})" if resets.mode in ("auto", "stop") else ""
     texts.append(f"mode {resets.mode}, {_MODES[resets.mode]}{asks}")
     texts.append(f"of {'reference and optimizer' if resets.parts == 'both' else resets.parts}")
     if resets.roll_back:

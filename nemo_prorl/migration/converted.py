@@ -27,6 +27,7 @@ class Converted:
         needless: settings that need no override, as KEY=VALUE.
         misspelt: {key that the other trainer does not know: the key that may be meant}.
         left: {key of the other trainer: value} of the settings without a counterpart.
+        given: keys that the file has; the others in `rest` are defaults.
     """
 
     rest: dict[str, Any]
@@ -37,6 +38,7 @@ class Converted:
     needless: list[str] = field(default_factory=list)
     misspelt: dict[str, str] = field(default_factory=dict)
     left: dict[str, Any] = field(default_factory=dict)
+    given: frozenset[str] = frozenset()
 
     def take(self, key: str, default: Any = None) -> Any:
         """Return the value of a setting of the other trainer, and remove the setting from `rest`."""
@@ -49,6 +51,15 @@ class Converted:
         self.overrides[ours] = known.get(str(value), nearest)
         if str(value) not in known:
             self.differs.append(f"{key}={value} has no counterpart; {ours}={nearest} is set in its place")
+
+
+def tell_unused(made: Converted, keys: Mapping[str, Any], why: str) -> None:
+    """Tell which of these settings, {key: value}, the file has without an effect; 0 says so itself."""
+    for key, value in keys.items():
+        if key in made.given and value:
+            made.differs.append(f"{key}={value} has no effect there, {why}")
+        elif key in made.given:
+            made.needless.append(f"{key}={value}")
 
 
 def set_updates(made: Converted, responses_per_update: Any, what: str) -> None:
@@ -77,13 +88,39 @@ def set_clip(made: Converted, low: Any, high: Any) -> None:
         made.notes.append(f"the lower clip range {low} is written as 1: no ratio is below 0")
 
 
-def set_kl_of_rewards(made: Converted, key: str, coefficient: Any) -> None:
-    """Set the KL term that comes nearest to a KL that is subtracted from the rewards."""
+def set_kl_of_rewards(
+    made: Converted, key: str, coefficient: Any, estimator: str, is_scaled: bool, is_summed: bool = True
+) -> None:
+    """Set the KL term that comes nearest to an estimate of the KL that is subtracted from the rewards.
+
+    The gradient of k1 in the rewards is that of KL(policy || reference), and so is that of k2 as a loss.  k2 and k3 in
+    the rewards are squares of the log-ratio near the reference: their gradient has no first order there.
+
+    Args:
+        is_scaled: whether the other trainer divides advantages by a std after the subtraction.
+        is_summed: whether a token there also gets the KL of other tokens of its response.
+    """
     made.overrides |= {KL: coefficient, ESTIMATOR: "k2"}
-    if coefficient:
-        made.differs.append(
-            f"{key}: the KL is subtracted from the rewards there; here it is a term of the loss with the same"
-            " coefficient, and k2, whose gradient is that of the same KL"
+    if not coefficient:
+        return
+    text = f"{key}: the KL ({estimator}) is subtracted from the rewards there"
+    if estimator == "k1":
+        text += "; here it is a term of the loss with the same coefficient, and k2, whose gradient is that of a token's"
+        text += " own k1 in the rewards" + (", without those of the response's other tokens" if is_summed else "")
+    else:
+        text += (
+            f", which no override does: {estimator} is never negative, so it lowers a token's probability also below"
+            f" the reference's, and near the reference hardly acts; {ESTIMATOR}=k2 in the loss does what k1 in the"
+            f" rewards would: set {KL} yourself, or 0"
+        )
+    made.differs.append(text + ("; the std of the advantages divides it there, too" if is_scaled else ""))
+
+
+def tell_k1(made: Converted, key: str) -> None:
+    if made.overrides.get(KL) and made.overrides.get(ESTIMATOR) == "k1":
+        made.notes.append(
+            f"{key}: the expected gradient of k1 as a loss is 0, there as here: nothing holds the policy near the"
+            f" reference; {ESTIMATOR}=k2 does"
         )
 
 

@@ -70,7 +70,7 @@ def convert(trainer: str, given: Mapping[str, Any]) -> Converted:
         if not _fits(value, tables["defaults"].get(key)):
             raise ConfigError(f"{key}={value!r}: expected a value such as the default, {tables['defaults'][key]!r}")
     unread = _unread(named, trainer)
-    made = Converted(rest={**tables["defaults"], **named}, unknown=unread)
+    made = Converted(rest={**tables["defaults"], **named}, unknown=unread, given=frozenset(named))
     for theirs, ours in (tables["derived"] | tables["keys"]).items():
         if isinstance(made.rest.get(theirs), Expression):
             earlier = f"{made.unknown[ours]}; " if ours in made.unknown else ""

@@ -31,7 +31,9 @@ from nemo_prorl.migration.converted import (
     tell_cispo,
     tell_constant,
     tell_data,
+    tell_k1,
     tell_token_weights,
+    tell_unused,
 )
 from nemo_prorl.migration.files import BASE
 from nemo_prorl.migration.names import table
@@ -54,8 +56,8 @@ def _verl(made: Converted) -> None:
     if not re.fullmatch(r"(ppo|dapo)(_megatron)?_trainer(\.yaml)?", str(name := take("config_name", "ppo_trainer"))):
         made.unknown[f"config_name={name}"] = "what only this file sets was not read; the defaults are ppo_trainer's"
     verl_schedule(made)
-    _verl_kl(made, actor)
     _verl_advantage(made)
+    _verl_kl(made, actor)
     _verl_loss(made, actor)
     prompts, group = take(f"{actor}.ppo_mini_batch_size"), made.overrides.get(GROUP)
     if prompts is not None and group is not None:
@@ -125,17 +127,26 @@ def _verl_loggers(made: Converted) -> None:
 
 
 def _verl_kl(made: Converted, actor: str) -> None:
-    take = made.take
-    in_loss, coefficient, kind = (take(f"{actor}.{key}") for key in ("use_kl_loss", "kl_loss_coef", "kl_loss_type"))
-    in_rewards, other = take("algorithm.use_kl_in_reward"), take("algorithm.kl_ctrl.kl_coef")
+    take, of_loss, of_rewards = made.take, f"{actor}.kl_loss_coef", "algorithm.kl_ctrl.kl_coef"
+    in_loss, coefficient, kind = take(f"{actor}.use_kl_loss"), take(of_loss), take(f"{actor}.kl_loss_type")
+    in_rewards, other = take("algorithm.use_kl_in_reward"), take(of_rewards)
+    estimators = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+    if not in_loss:
+        tell_unused(made, {of_loss: coefficient}, f"without {actor}.use_kl_loss")
+    if not in_rewards:
+        tell_unused(made, {of_rewards: other}, "without algorithm.use_kl_in_reward")
     if in_rewards and not in_loss:
-        set_kl_of_rewards(made, "algorithm.use_kl_in_reward", other)
+        penalty = str(take("algorithm.kl_penalty", "kl")).rstrip("+")  # +: of a gradient, which rewards do not have
+        is_scaled = made.overrides.get(ADVANTAGE) in ("group_norm", "reinforce_pp_baseline")
+        set_kl_of_rewards(
+            made, "algorithm.use_kl_in_reward", other, estimators.get(penalty, penalty), is_scaled=is_scaled
+        )
         return
     if in_rewards:
         made.differs.append("algorithm.use_kl_in_reward beside use_kl_loss: only the term of the loss is set")
     made.overrides[KL] = coefficient if in_loss else 0
-    estimators = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
     made.choose(ESTIMATOR, "kl_loss_type", kind, estimators, "k2")
+    tell_k1(made, f"kl_loss_type={kind}")
 
 
 def _verl_correction(made: Converted) -> None:
@@ -207,16 +218,27 @@ def _nemo_rl(made: Converted) -> None:
     batches, multiplier = take("grpo.dynamic_sampling_max_gen_batches"), take("grpo.batch_multiplier")
     set_draws(made, (batches or 0) * (multiplier or 1))
     _nemo_rl_shaping(made)
-    if made.overrides.get(KL):
-        made.differs.append(
-            "reference_policy_kl_penalty: the gradient of the KL term also weighs tokens by their probability there"
-            " (arXiv 2506.09477)"
-        )
+    _nemo_rl_kl(made)
     if str(take("policy.precision")) == "bfloat16":
         set_bf16(made)
     if made.rest.get("logger.wandb_enabled"):
         set_wandb(made, take("logger.wandb.project"))
     tell_data(made, *[key for key in made.rest if key.endswith((".dataset_name", ".data_path"))])
+
+
+def _nemo_rl_kl(made: Converted) -> None:
+    key, coefficient, estimator = "loss_fn.use_kl_in_reward", made.overrides.get(KL), made.overrides.get(ESTIMATOR)
+    in_rewards = made.rest.get(key) is True and made.take(key)
+    if in_rewards and made.overrides.get(ADVANTAGE) == "reinforce_pp_baseline":
+        set_kl_of_rewards(made, key, coefficient, str(estimator), is_scaled=True, is_summed=False)
+    elif in_rewards and coefficient:  # grpo's advantages leave it out
+        made.overrides[KL] = 0
+        made.differs.append(f"{key}: only adv_estimator.name=reinforce_plus_plus subtracts the KL there: {KL}=0 is set")
+    elif coefficient:
+        made.differs.append(
+            "reference_policy_kl_penalty: the gradient of the KL term also weighs tokens by their probability there"
+            " (arXiv 2506.09477)"
+        )
 
 
 def _nemo_rl_correction(made: Converted) -> None:
@@ -306,8 +328,7 @@ def _openrlhf(made: Converted) -> None:
         set_updates(made, size, "train.batch_size")
     openrlhf_schedule(made)
     _openrlhf_advantage(made)
-    if not take("algo.kl.use_loss"):
-        set_kl_of_rewards(made, "algo.kl.use_loss=false", made.overrides.get(KL))
+    _openrlhf_kl(made)
     _openrlhf_correction(made)
     set_draws(made, 0)
     if (factor := take("reward.stop_properly_penalty_coef")) is not None:
@@ -339,6 +360,17 @@ def _openrlhf_advantage(made: Converted) -> None:
     tell_token_weights(made, f"algo.advantage.estimator={kind}")
     if kind == "reinforce_baseline" and without_std:
         made.differs.append(f"algo.advantage.estimator={kind}: the mean over all tokens is also subtracted there")
+
+
+def _openrlhf_kl(made: Converted) -> None:
+    if made.take("use_kl_estimator_k3"):  # the form before --kl_estimator
+        made.overrides[ESTIMATOR] = "k3"
+    if made.take("algo.kl.use_loss"):
+        tell_k1(made, "algo.kl.use_loss with algo.kl.estimator=k1")
+        return
+    is_scaled = made.overrides.get(ADVANTAGE) == "reinforce_pp_baseline"  # group_norm divides before the subtraction
+    estimator = str(made.overrides.get(ESTIMATOR))
+    set_kl_of_rewards(made, "algo.kl.use_loss=false", made.overrides.get(KL), estimator, is_scaled=is_scaled)
 
 
 def _openrlhf_correction(made: Converted) -> None:

@@ -40,7 +40,9 @@ def test_the_kl_of_verl_is_where_the_script_puts_it(
     text = f"python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo {words}"
     overrides, comments = converted("verl", text, tmp_path / "run.sh", capsys)
     assert {f"{GRPO}.kl_coef={coefficient}", f"{GRPO}.kl_estimator={estimator}"} <= set(overrides)
-    assert any("algorithm.use_kl_in_reward: the KL is subtracted" in line for line in comments) == ("reward" in words)
+    assert any("algorithm.use_kl_in_reward: the KL (k1) is subtracted" in line for line in comments) == (
+        "reward" in words
+    )
 
 
 def test_a_clip_ratio_of_verl_without_an_effect_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

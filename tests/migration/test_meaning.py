@@ -27,6 +27,41 @@ def test_generations_within_an_update_of_trl_are_one_batch(tmp_path: Path, capsy
 
 
 @pytest.mark.parametrize(
+    ("processes", "sizes", "expected"),
+    [
+        (None, "generation_batch_size=64", ["prompts_per_step=8", "updates_per_step=8"]),
+        (4, "generation_batch_size=64", ["prompts_per_step=8", "updates_per_step=2"]),
+        (16, "generation_batch_size=128, gradient_accumulation_steps=2", ["prompts_per_step=32", "updates_per_step=1"]),
+        (3, "generation_batch_size=64", "generation_batch_size=64: TRL refuses it, because it is no multiple of 24"),
+        (4, "generation_batch_size=64, steps_per_generation=2", "TRL refuses it, because steps_per_generation is set"),
+        (
+            1,
+            "steps_per_generation=2, gradient_accumulation_steps=3",
+            "an update of 24 responses is no multiple of the 16",
+        ),
+    ],
+)
+def test_a_generation_batch_of_trl_is_that_of_all_processes(
+    processes: int | None, sizes: str, expected: list[str] | str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text(
+        f"GRPOConfig({sizes}, per_device_train_batch_size=8, max_steps=8)\nGRPOTrainer('org/model')"
+    )
+    told = isinstance(expected, str)
+    if processes is None:
+        overrides, comments = converted("trl", (tmp_path / "train.py").read_text(), tmp_path / "train.py", capsys)
+        text = "N processes have N times the responses of an update, and so trainer.grpo.updates_per_step / N: gener"
+        assert any(text in line for line in comments)
+    else:
+        text = f"model_name_or_path=org/model accelerate launch --num_processes {processes} train.py"
+        overrides, comments = converted("trl", text, tmp_path / "run.sh", capsys, code=2 if told else 0)
+    if told:
+        assert any(line.startswith(f"  {GRPO}.prompts_per_step: ") and expected in line for line in comments)
+    else:
+        assert {f"{GRPO}.{one}" for one in expected} <= set(overrides)
+
+
+@pytest.mark.parametrize(
     ("words", "coefficient", "estimator"),
     [
         ("", "0", "k3"),

@@ -28,6 +28,8 @@ class Converted:
         misspelt: {key that the other trainer does not know: the key that may be meant}.
         left: {key of the other trainer: value} of the settings without a counterpart.
         given: keys that the file has; the others in `rest` are defaults.
+        drawn: prompts of the data that the other trainer takes for a step; None: `prompts_per_step`.
+        most: what limits the prompts of the data, as KEY=VALUE; None if nothing does.
     """
 
     rest: dict[str, Any]
@@ -39,6 +41,8 @@ class Converted:
     misspelt: dict[str, str] = field(default_factory=dict)
     left: dict[str, Any] = field(default_factory=dict)
     given: frozenset[str] = frozenset()
+    drawn: float | None = None
+    most: str | None = None
 
     def take(self, key: str, default: Any = None) -> Any:
         """Return the value of a setting of the other trainer, and remove the setting from `rest`."""
@@ -193,9 +197,18 @@ def set_wandb(made: Converted, project: Any = None) -> None:
     made.notes.append("Weights & Biases: run `wandb login`, or set WANDB_API_KEY, before the start; else leave it out")
 
 
-def tell_data(made: Converted, *keys: str) -> None:
-    """Take these keys, and add a note on how to make prompt records from their data."""
+def tell_data(made: Converted, *keys: str, most: str | None = None, option: str = "") -> None:
+    """Take these keys, and add a note on how to make prompt records from their data.
+
+    Args:
+        most: key of the largest number of prompts that the other trainer takes from the data.
+        option: of `prorl data prepare`, which takes as many.
+    """
     found = ", ".join(f"{key}={value}" for key in keys if (value := made.take(key)) is not None)
+    limit = made.take(most) if most is not None else None
+    if limit is not None and (isinstance(limit, str) or limit > 0):
+        made.most = f"{most}={limit if isinstance(limit, str) else int(limit)}"
+        made.notes.append(f"{made.most}: give `prorl data prepare` {option} {made.most.partition('=')[2]}")
     made.notes.append(
         f"data{f' ({found})' if found else ''}: make prompt records with `prorl data prepare math --from FILE --out"
         " DIR` (with `--task TASK` for a reward function of your own), then set data.train and data.validation; without"

@@ -138,12 +138,7 @@ def _sort_rest(made: Converted, named: Mapping[str, Any], trainer: str) -> None:
     for key in list(made.rest):
         value, last = made.take(key), key.rsplit(".", 1)[-1]
         if last in _EPOCHS and STEPS not in made.overrides | made.unknown:
-            default = "" if key in named else " (the default)"
-            prompts = made.overrides.get(PROMPTS, PROMPTS)
-            made.unknown[STEPS] = (
-                f"{key}={value}{default}: {value} * (prompts of the training data) / {prompts} steps, which also decide"
-                " the schedule of the learning rate"
-            )
+            made.unknown[STEPS] = _steps(made, f"{key}={value}{'' if key in named else ' (the default)'}", value)
         elif key not in named:
             continue
         elif last in _EPOCHS and trainer != "trl":  # TRL's max_steps counts alone
@@ -157,6 +152,17 @@ def _sort_rest(made: Converted, named: Mapping[str, Any], trainer: str) -> None:
         elif value is not None:
             made.left[key] = value
     made.needless = list(dict.fromkeys(made.needless))
+
+
+def _steps(made: Converted, key: str, epochs: Any) -> str:
+    """Return the formula of the number of steps of a run of epochs."""
+    prompts = "prompts of the training data"
+    prompts = f"({prompts})" if made.most is None else f"min({made.most}, {prompts})"
+    drawn = made.overrides.get(PROMPTS, PROMPTS) if made.drawn is None else f"{made.drawn:g}"
+    text = f"{key}: {epochs} * {prompts} / {drawn} steps, which also decide the schedule of the learning rate"
+    if made.overrides.get(f"{SAMPLING}.enabled"):
+        text += "; the run there ends earlier, because groups that are left out take prompts of the data, too"
+    return text
 
 
 def _sort_neutral(made: Converted, named: Mapping[str, Any], tables: Mapping[str, Any]) -> None:

@@ -68,7 +68,7 @@ def _verl(made: Converted) -> None:
     _verl_loggers(made)
     if made.rest.get("actor_rollout_ref.rollout.name") == "vllm":
         made.needless.append(f"actor_rollout_ref.rollout.name={take('actor_rollout_ref.rollout.name')}")
-    tell_data(made, "data.train_files", "data.val_files")
+    tell_data(made, "data.train_files", "data.val_files", most="data.train_max_samples", option="--size")
 
 
 def _verl_advantage(made: Converted) -> None:
@@ -111,6 +111,7 @@ def _verl_sampling(made: Converted) -> None:
     if take("overlong_buffer_cfg.enable"):
         made.overrides |= {f"{GRPO}.shaping.overlong_tokens": tokens, f"{GRPO}.shaping.overlong_penalty": penalty}
     drawn, batches = take("data.gen_batch_size"), take("algorithm.filter_groups.max_num_gen_batches")
+    made.drawn = drawn
     if (prompts := made.overrides.get(PROMPTS)) and f"{SAMPLING}.max_draw_factor" not in made.unknown:
         set_draws(made, (batches or 0) * (drawn or prompts) / prompts)
     if take("algorithm.filter_groups.metric", "acc") not in ("acc", "seq_reward"):
@@ -217,6 +218,8 @@ def _nemo_rl(made: Converted) -> None:
     _nemo_rl_correction(made)
     batches, multiplier = take("grpo.dynamic_sampling_max_gen_batches"), take("grpo.batch_multiplier")
     set_draws(made, (batches or 0) * (multiplier or 1))
+    if made.overrides.get(f"{SAMPLING}.enabled") and PROMPTS in made.overrides:
+        made.drawn = made.overrides[PROMPTS] * (multiplier or 1)
     _nemo_rl_shaping(made)
     _nemo_rl_kl(made)
     if str(take("policy.precision")) == "bfloat16":
@@ -348,7 +351,8 @@ def _openrlhf(made: Converted) -> None:
             f"reward ({', '.join(given)}): add rewards.functions.TASK=FILE.py:score, where score(prompt, response,"
             " truth) calls its function (docs/howto/reward_function.md)"
         )
-    tell_data(made, "data.prompt_dataset", "eval.dataset", "data.input_key", "data.label_key")
+    keys = ["data.prompt_dataset", "eval.dataset", "data.input_key", "data.label_key"]
+    tell_data(made, *keys, most="data.max_samples", option="--limit")
 
 
 def _openrlhf_advantage(made: Converted) -> None:

@@ -208,6 +208,26 @@ def test_all_numbers_of_steps_of_trl_are_divided(tmp_path: Path, capsys: pytest.
             "trainer.total_epochs=15: 15 *",
         ),
         ("openrlhf", "a.sh", "python3 -m x --num_episodes 20", "train.num_episodes=20: 20 * (prompts"),
+        (
+            "openrlhf",
+            "a.sh",
+            "python3 -m x --num_episodes 2 --max_samples 1e4 --rollout_batch_size 8",
+            "train.num_episodes=2: 2 * min(data.max_samples=10000, prompts of the training data) / 8 steps, which",
+        ),
+        (
+            "verl",
+            "a.sh",
+            "python3 -m x data.train_max_samples=99 trainer.total_epochs=2 data.gen_batch_size=12"
+            " data.train_batch_size=4 algorithm.filter_groups.enable=True",
+            "trainer.total_epochs=2: 2 * min(data.train_max_samples=99, prompts of the training data) / 12 steps, which"
+            " also decide the schedule of the learning rate; the run there ends earlier",
+        ),
+        (
+            "nemo_rl",
+            "a.yaml",
+            "grpo: {num_prompts_per_step: 8, use_dynamic_sampling: true, batch_multiplier: 1.5}",
+            "grpo.max_num_epochs=1 (the default): 1 * (prompts of the training data) / 12 steps",
+        ),
         ("nemo_rl", "a.yaml", "grpo: {num_prompts_per_step: 8}", "grpo.max_num_epochs=1 (the default): 1 * (prompts"),
     ],
 )

@@ -145,9 +145,6 @@ def set_correction(made: Converted, key: str, method: str, floor: Any, cap: Any)
     kind, difference = kinds[method]
     if kind == "tis" and floor:
         difference = difference or f"ratios are raised to {floor} there; tis here has no lower bound"
-    if cap is None and kind != "none":
-        cap = 1e8
-        made.notes.append(f"{key}: ratios have no upper bound there; {CORRECTION}.cap=1e8 is as good as none")
     made.overrides |= {f"{CORRECTION}.kind": kind}
     if kind != "none":
         made.overrides |= {f"{CORRECTION}.cap": cap}

@@ -351,8 +351,8 @@ def _openrlhf(made: Converted) -> None:
             f"reward ({', '.join(given)}): add rewards.functions.TASK=FILE.py:score, where score(prompt, response,"
             " truth) calls its function (docs/howto/reward_function.md)"
         )
-    keys = ["data.prompt_dataset", "eval.dataset", "data.input_key", "data.label_key"]
-    tell_data(made, *keys, most="data.max_samples", option="--limit")
+    data = ["data.prompt_dataset", "eval.dataset", "data.input_key", "data.label_key"]
+    tell_data(made, *data, most="data.max_samples", option="--limit")
 
 
 def _openrlhf_advantage(made: Converted) -> None:

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from nemo_prorl import cli
+from nemo_prorl import cli, settings
+from nemo_prorl.cautions import cautions
+from tests import paper_model
 from tests.migration.test_convert import GRPO, VERL_SCRIPT, converted, with_model
 
 
@@ -47,7 +49,7 @@ def test_a_generation_batch_of_trl_is_that_of_all_processes(
     (tmp_path / "train.py").write_text(
         f"GRPOConfig({sizes}, per_device_train_batch_size=8, max_steps=8)\nGRPOTrainer('org/model')"
     )
-    told = isinstance(expected, str)
+    told = expected if isinstance(expected, str) else None
     if processes is None:
         overrides, comments = converted("trl", (tmp_path / "train.py").read_text(), tmp_path / "train.py", capsys)
         text = "N processes have N times the responses of an update, and so trainer.grpo.updates_per_step / N: gener"
@@ -56,7 +58,7 @@ def test_a_generation_batch_of_trl_is_that_of_all_processes(
         text = f"model_name_or_path=org/model accelerate launch --num_processes {processes} train.py"
         overrides, comments = converted("trl", text, tmp_path / "run.sh", capsys, code=2 if told else 0)
     if told:
-        assert any(line.startswith(f"  {GRPO}.prompts_per_step: ") and expected in line for line in comments)
+        assert any(line.startswith(f"  {GRPO}.prompts_per_step: ") and told in line for line in comments)
     else:
         assert {f"{GRPO}.{one}" for one in expected} <= set(overrides)
 
@@ -148,6 +150,18 @@ def test_the_correction_of_trl_is_that_of_here(
     found = [one.removeprefix(f"{GRPO}.correction.") for one in overrides if one.startswith(f"{GRPO}.correction.")]
     assert found == expected
     assert not any("vllm_importance" in line for line in comments)
+
+
+def test_a_correction_without_an_upper_bound_has_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """So the plan has no caution about a number that the user does not know."""
+    ends = "vllm_importance_sampling_clip_max=None, vllm_importance_sampling_clip_min=0.5"
+    overrides, _ = converted("trl", f"GRPOConfig(use_vllm=True, max_steps=9, {ends})", tmp_path / "train.py", capsys)
+    assert {f"{GRPO}.correction.{one}" for one in ("cap=null", "floor=0.5", "kind=sequence_mask")} <= set(overrides)
+    model = f"pretrained_checkpoint.restore_from_path={paper_model.write(tmp_path / 'model')}"
+    few = ["trainer.devices=8", "rollout.engines=8", model]
+    cfg = settings.load(["cluster=h100_4x8", *overrides, *few])
+    assert cfg.trainer.grpo.correction.cap is None
+    assert not [text for text in cautions(cfg) if "correction" in text]
 
 
 @pytest.mark.parametrize(

@@ -211,6 +211,7 @@ def _trl_rewards(made: Converted) -> None:
     else:  # of a YAML file: a text that cannot be a function is quoted, as a model is in Python
         listed = functions if isinstance(functions, list) else [functions]
         found = [str(one) if re.fullmatch(r"[\w.]+", str(one)) else repr(one) for one in listed if one is not None]
+    is_none, found = "None" in found, [one for one in found if one != "None"]
     models = [one for one in found if one[0] in "'\""]
     if (model := made.take("reward_model_name_or_path")) is not None:
         models.append(repr(model))
@@ -223,6 +224,16 @@ def _trl_rewards(made: Converted) -> None:
     pairs = zip(found, values or [1] * len(found), strict=True)
     used = {name: weight for name, weight in pairs if name not in models}
     if not used:
+        if is_none:
+            made.unknown["rewards.functions.TASK"] = (
+                "reward_funcs=None: no reward function was found; set rewards.functions.TASK=FILE.py:FUNCTION"
+                " (docs/howto/reward_function.md)"
+            )
+        if weights is not None:
+            made.notes.append(
+                f"reward_weights={made.take('reward_weights')}: weights are factors of the reward functions here:"
+                " 'rewards.functions.TASK=FILE.py:FIRST*0.5 + FILE.py:SECOND*1' (docs/howto/reward_function.md)"
+            )
         return
     if weights is not None and values is None:
         made.unknown[f"reward_weights={weights}"] = f"expected a list of {len(found)} numbers, one per reward function"

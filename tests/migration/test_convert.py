@@ -330,6 +330,22 @@ def test_a_reward_model_of_trl_is_named_as_different(tmp_path: Path, capsys: pyt
     assert not any(line.startswith("reward (") for line in comments)
 
 
+@pytest.mark.parametrize(
+    ("functions", "code"),
+    [("reward_funcs=None", 2), ("reward_funcs=[None]", 2), ("", 0), ("reward_funcs=[a, None]", 0)],
+)
+def test_a_script_of_trl_without_a_reward_function(
+    functions: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = f"GRPOConfig(max_steps=9, reward_weights=[0.5])\nGRPOTrainer(model='m', {functions})"
+    overrides, comments = converted("trl", text, tmp_path / "train.py", capsys, code)
+    told = "  rewards.functions.TASK: reward_funcs=None: no reward function was found; set rewards.functions.TASK=FILE"
+    assert any(line.startswith(told) for line in comments) == (code == 2)
+    weights = [line for line in comments if "reward_weights=[0.5]" in line]
+    assert [("FILE.py:FIRST*0.5" in line) != ("FILE.py:a*0.5" in line) for line in weights] == [True]
+    assert not any("FILE.py:None" in line for line in [*overrides, *comments])
+
+
 def test_no_setting_of_verl_vanishes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     overrides, comments = converted("verl", VERL_SCRIPT, tmp_path / "run.sh", capsys)
     assert {"rollout.engines=2", "trainer.num_nodes=1", "exp_manager.create_wandb_logger=true"} <= set(overrides)

@@ -179,7 +179,7 @@ def tell_token_weights(made: Converted, kind: Any) -> None:
 
 def set_draws(made: Converted, factor: float) -> None:
     """Set how many prompts a step may draw, as a multiple of its prompts; 0: as many as it takes."""
-    if not made.overrides.get(f"{SAMPLING}.enabled"):
+    if not made.overrides.get(f"{SAMPLING}.enabled") or f"{SAMPLING}.max_draw_factor" in made.unknown:
         return
     if factor < 1:
         made.differs.append(f"dynamic sampling draws without a limit there, up to {SAMPLING}.max_draw_factor here")

@@ -33,9 +33,10 @@ from nemo_prorl.migration.converted import (
     UPDATES,
     Converted,
 )
+from nemo_prorl.migration.defaults import defaults, source
 from nemo_prorl.migration.files import SCRIPT
 from nemo_prorl.migration.names import known, meant, table
-from nemo_prorl.migration.shell import PASSED_ON, UNREAD, Expression
+from nemo_prorl.migration.shell import PASSED_ON, UNREAD, Absent, Expression
 from nemo_prorl.migration.trainers import RULES
 
 _LIMIT = {"model.micro_batch_tokens": 16384, "rollout.max_batched_tokens": 16384}  # of cluster=h100_4x8
@@ -69,12 +70,13 @@ def convert(trainer: str, given: Mapping[str, Any]) -> Converted:
     for key, value in named.items():
         if not _fits(value, tables["defaults"].get(key)):
             raise ConfigError(f"{key}={value!r}: expected a value such as the default, {tables['defaults'][key]!r}")
-    unread = _unread(named, trainer)
-    made = Converted(rest={**tables["defaults"], **named}, unknown=unread, given=frozenset(named))
+    rest = {**defaults(trainer, named), **named}
+    unread = _unread(rest, trainer)
+    made = Converted(rest=rest, unknown=unread, given=frozenset(named))
     for theirs, ours in (tables["derived"] | tables["keys"]).items():
         if isinstance(made.rest.get(theirs), Expression):
             earlier = f"{made.unknown[ours]}; " if ours in made.unknown else ""
-            made.unknown[ours] = f"{earlier}{theirs}={made.take(theirs)} has no value here"
+            made.unknown[ours] = f"{earlier}{_without_value(theirs, made.take(theirs))}"
     for theirs, ours in tables["keys"].items():
         if theirs in made.rest and _is_usable(theirs, ours, value := made.take(theirs), made):
             made.overrides.setdefault(ours, value)
@@ -88,17 +90,17 @@ def convert(trainer: str, given: Mapping[str, Any]) -> Converted:
         made.unknown.setdefault(_MODEL, f"the file has no model ({key})")
     made.overrides = {key: value for key, value in made.overrides.items() if key not in made.unknown}
     _sort_rest(made, named, trainer)
-    made.notes.append(f"what the file leaves out has the defaults of {tables['source']}")
+    made.notes.append(f"what the file leaves out has the defaults of {source(trainer, named)}")
     if "run_dir" not in made.overrides | made.unknown:
         made.notes.append("run_dir=DIR names the folder of the run; without it, the folder is runs/laptop")
     made.notes.append("cluster=h100_4x8 is for GPUs; without a GPU take cluster=laptop")
     return made
 
 
-def _unread(named: dict[str, Any], trainer: str) -> dict[str, str]:
+def _unread(rest: dict[str, Any], trainer: str) -> dict[str, str]:
     """Take what was not read out of the settings; return {its name: what the user should do}."""
-    script = named.pop(SCRIPT, None)
-    found = {key.removeprefix(UNREAD): named.pop(key) for key in [one for one in named if one.startswith(UNREAD)]}
+    script = rest.pop(SCRIPT, None)
+    found = {key.removeprefix(UNREAD): rest.pop(key) for key in [one for one in rest if one.startswith(UNREAD)]}
     if script is not None and trainer == "trl" and not str(script).endswith(_ENTRIES):
         found[str(script)] = "this file is missing, and what it sets was not read: put it beside the script"
     return found
@@ -138,7 +140,7 @@ def _sort_rest(made: Converted, named: Mapping[str, Any], trainer: str) -> None:
     for key in list(made.rest):
         value, last = made.take(key), key.rsplit(".", 1)[-1]
         if last in _EPOCHS and STEPS not in made.overrides | made.unknown:
-            made.unknown[STEPS] = _steps(made, f"{key}={value}{'' if key in named else ' (the default)'}", value)
+            made.unknown[STEPS] = _steps(made, key, value, "" if key in named else " (the default)")
         elif key not in named:
             continue
         elif last in _EPOCHS and trainer != "trl":  # TRL's max_steps counts alone
@@ -154,12 +156,19 @@ def _sort_rest(made: Converted, named: Mapping[str, Any], trainer: str) -> None:
     made.needless = list(dict.fromkeys(made.needless))
 
 
-def _steps(made: Converted, key: str, epochs: Any) -> str:
+def _without_value(key: str, value: Any) -> str:
+    return f"{key} {value}" if isinstance(value, Absent) else f"{key}={value} has no value here"
+
+
+def _steps(made: Converted, key: str, epochs: Any, default: str) -> str:
     """Return the formula of the number of steps of a run of epochs."""
+    if isinstance(epochs, Absent):
+        return _without_value(key, epochs)
     prompts = "prompts of the training data"
     prompts = f"({prompts})" if made.most is None else f"min({made.most}, {prompts})"
     drawn = made.overrides.get(PROMPTS, PROMPTS) if made.drawn is None else f"{made.drawn:g}"
-    text = f"{key}: {epochs} * {prompts} / {drawn} steps, which also decide the schedule of the learning rate"
+    text = f"{key}={epochs}{default}: {epochs} * {prompts} / {drawn} steps, which also decide the schedule of the"
+    text += " learning rate"
     if made.overrides.get(f"{SAMPLING}.enabled"):
         text += "; the run there ends earlier, because groups that are left out take prompts of the data, too"
     return text

@@ -35,7 +35,7 @@ from nemo_prorl.migration.converted import (
     tell_token_weights,
     tell_unused,
 )
-from nemo_prorl.migration.files import BASE
+from nemo_prorl.migration.files import BASE, TABLE_BASE
 from nemo_prorl.migration.names import table
 from nemo_prorl.migration.schedules import (
     nemo_rl_schedule,
@@ -199,8 +199,8 @@ def _verl_rewards(made: Converted) -> None:
 
 def _nemo_rl(made: Converted) -> None:
     take = made.take
-    if (base := take(BASE)) is not None:
-        if str(base).endswith("grpo_math_1B.yaml"):
+    for base in take(BASE, []):
+        if str(base).endswith(TABLE_BASE):
             made.notes.append(f"defaults={base} is not beside the file: {table('nemo_rl')['source']} takes its place")
         else:
             made.unknown[f"{BASE}={base}"] = "this file is missing: put it where the name says, and convert again"

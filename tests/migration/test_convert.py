@@ -144,7 +144,7 @@ def test_a_configuration_is_converted(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (tmp_path / file).write_text(text)
+    (tmp_path / file).write_text(with_model(trainer, text) if trainer == "nemo_rl" else text)
     made = convert(trainer, read(tmp_path / file))
     assert {key: made.overrides.get(key, "absent") for key in expected} == expected
     assert made.left == left
@@ -223,7 +223,9 @@ STEPS = "trainer.grpo.max_steps: "  # what the user must set where a file has ep
 
 
 def with_model(trainer: str, text: str) -> str:
-    """Return the text of a file with a model, if it has none; NeMo-RL has one by default."""
+    """Return the text of a file with a model, if it has none; one of NeMo-RL is over a base, which has a model."""
+    if trainer == "nemo_rl" and "run_grpo" not in text and "defaults:" not in text:
+        return f"defaults: grpo_math_1B.yaml\n{text}"
     if trainer == "nemo_rl" or re.search(r"\bmodel=|model_name_or_path|model\.path|--pretrain", text):
         return text
     if trainer == "trl":

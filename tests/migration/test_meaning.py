@@ -375,7 +375,7 @@ def test_what_a_script_sets_elsewhere_is_not_lost(
 
 def test_steps_that_no_run_makes_are_no_number_of_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for steps, is_known in ((1000000, False), (100, True)):
-        text = f"grpo: {{max_num_epochs: 2, max_num_steps: {steps}}}"
+        text = f"defaults: grpo_math_1B.yaml\ngrpo: {{max_num_epochs: 2, max_num_steps: {steps}}}"
         (tmp_path / "grpo.yaml").write_text(text)
         assert cli.main(["convert", "nemo_rl", str(tmp_path / "grpo.yaml")]) == (0 if is_known else 2)
         printed = capsys.readouterr().out

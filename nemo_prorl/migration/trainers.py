@@ -285,9 +285,21 @@ def _nemo_rl_optimizer(made: Converted) -> None:
     if has_megatron:
         found["betas"] = [found.get("adam_beta1"), found.get("adam_beta2")]
     names["model.optim.eps"] = "adam_eps" if has_megatron else "eps"
+    if has_megatron:
+        names["trainer.gradient_clip_val"] = "clip_grad"
+        decay = made.take(f"{on}.scheduler.end_weight_decay")  # Megatron's schedule sets it
+        found |= {"weight_decay": decay} if isinstance(decay, int | float) else {}
+        if (kind := found.get("optimizer", "adam")) != "adam":
+            made.differs.append(f"{prefix}.optimizer={kind}: the optimizer is AdamW here")
     made.overrides |= {ours: found[theirs] for ours, theirs in names.items() if theirs in found}
     nemo_rl_schedule(made, has_megatron, found.get("min_lr"))
     unused = (off, "policy.optimizer", "policy.scheduler") if has_megatron else (on,)
+    for key in ("lr", "weight_decay"):
+        other = f"policy.optimizer.kwargs.{key}" if has_megatron else f"{on}.optimizer.{key}"
+        if other in made.given and made.rest.get(other) not in (None, found.get(key)):
+            made.notes.append(
+                f"{other}={made.rest[other]} has no effect there, because {on}.enabled={str(has_megatron).lower()}"
+            )
     made.rest = {key: value for key, value in made.rest.items() if not key.startswith(unused)}
 
 

@@ -87,6 +87,26 @@ def test_the_base_of_a_script_is_that_of_its_program(tmp_path: Path, capsys: pyt
     assert f"  {GRPO}.clip_low: loss_fn.ratio_clip_min {MISSING}" in comments
 
 
+@pytest.mark.parametrize(
+    ("enabled", "lr", "decay", "clip"), [(True, "1e-06", "0.2", "0.3"), (False, "3e-06", "0.01", "0.5")]
+)
+def test_the_numbers_of_the_back_end_that_is_on_count(
+    enabled: bool, lr: str, decay: str, clip: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = (
+        f"  megatron_cfg:\n    enabled: {str(enabled).lower()}\n"
+        "    optimizer: {optimizer: sgd, lr: 1.0e-6, weight_decay: 0.1, adam_beta1: 0.9, adam_beta2: 0.999,"
+        " adam_eps: 1.0e-8, clip_grad: 0.3}\n    scheduler: {lr_decay_style: constant, end_weight_decay: 0.2}\n"
+    )
+    overrides, comments = converted("nemo_rl", f"# no defaults:\n{ROOT}{more}", tmp_path / "grpo.yaml", capsys)
+    wanted = {f"model.optim.lr={lr}", f"model.optim.weight_decay={decay}", f"trainer.gradient_clip_val={clip}"}
+    assert wanted <= set(overrides)
+    other = "policy.optimizer.kwargs.lr=3e-06" if enabled else "policy.megatron_cfg.optimizer.lr=1e-06"
+    told = f"{other} has no effect there, because policy.megatron_cfg.enabled={str(enabled).lower()}"
+    assert told in comments
+    assert any("optimizer=sgd: the optimizer is AdamW here" in line for line in comments) == enabled
+
+
 def test_bases_in_a_circle_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "grpo.yaml").write_text("defaults: grpo.yaml\n")
     assert cli.main(["convert", "nemo_rl", str(tmp_path / "grpo.yaml")]) == 2

@@ -15,6 +15,7 @@ from nemo_prorl.migration.shell import LAUNCH, UNREAD, Command, Expression, Scri
 
 _OF_TRL = {"single_gpu": 1} | dict.fromkeys(("multi_gpu", "zero1", "zero2", "zero3", "fsdp1", "fsdp2"), 8)
 _VERL = "ppo_trainer", "_self_"  # the defaults of the table
+_IN_VERL = re.compile(r"(\./|verl/trainer/)?config/ppo_(megatron_)?trainer\.yaml")  # both have those of the table
 _ALONE = "_override_"  # true in a section of NeMo-RL leaves out that of the base
 SCRIPT = "script"  # key with the name of a Python file that was not found
 BASE = "defaults"  # key with the names of files that a YAML file of NeMo-RL is based on, and that are missing
@@ -186,6 +187,8 @@ class _Files(NamedTuple):
         if text is None:
             if name.endswith(TABLE_BASE):
                 return {BASE: [str(name)]}
+            if _IN_VERL.fullmatch(name):
+                return {}
             return {f"{UNREAD}{name}": "this file is missing: put it where the script names it, and convert again"}
         folder = (self.path(name) or self.folder / name).parent
         found = dict(_leaves(_based(yaml.safe_load(text), folder)))

@@ -49,7 +49,8 @@ def _verl(made: Converted) -> None:
     take, actor = made.take, "actor_rollout_ref.actor"
     both, low, high = (take(f"{actor}.clip_ratio{end}") for end in ("", "_low", "_high"))
     set_clip(made, both if low is None else low, both if high is None else high)
-    if both is not None and both not in (low, high) and None not in (low, high):
+    is_given = f"{actor}.clip_ratio" in made.given
+    if is_given and both is not None and both not in (low, high) and None not in (low, high):
         made.notes.append(
             f"clip_ratio={both} has no effect there, because clip_ratio_low and clip_ratio_high have values"
         )

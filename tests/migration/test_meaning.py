@@ -93,6 +93,34 @@ def test_a_clip_ratio_of_verl_without_an_effect_is_told(tmp_path: Path, capsys: 
         assert any(line.startswith("clip_ratio=0.1 has no effect there") for line in comments) == told
 
 
+def test_what_verl_s_own_scripts_have_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start = "python3 -m verl.trainer.main_ppo --config-path=./config --config-name='ppo_megatron_trainer.yaml'"
+    start += " algorithm.adv_estimator=grpo actor_rollout_ref.actor.clip_ratio_"
+    _, comments = converted("verl", f"{start}high=0.28", tmp_path / "run.sh", capsys)
+    assert not any("clip_ratio=0.2" in line or "ppo_megatron" in line for line in comments)
+    text = f"{start}low=0.1 algorithm.rollout_correction.bypass_mode=True"
+    text += " algorithm.rollout_correction.loss_type=reinforce"
+    text += " algorithm.rollout_correction.rollout_is_batch_normalize=True"
+    _, comments = converted("verl", text, tmp_path / "run.sh", capsys)
+    told = [line.split("=")[0].rsplit(".", 1)[-1] for line in comments if line.startswith("  algorithm.rollout_corr")]
+    assert told == ["bypass_mode", "loss_type", "rollout_is_batch_normalize"]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "file", "text", "seed"),
+    [
+        ("trl", "a.py", "GRPOConfig(beta=0)", "seed=42"),
+        ("openrlhf", "a.sh", "python3 -m x --l2 0", "seed=42"),
+        ("nemo_rl", "a.yaml", "grpo: {max_num_steps: 3}", "seed=42"),
+        ("openrlhf", "a.sh", "python3 -m x --seed 7", "seed=7"),
+    ],
+)
+def test_a_seed_is_that_of_the_file_or_the_default(
+    trainer: str, file: str, text: str, seed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert seed in converted(trainer, text, tmp_path / file, capsys)[0]
+
+
 def test_an_update_has_whole_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = "python3 -m openrlhf.cli.train_ppo_ray --rollout.batch_size 6 --rollout.n_samples_per_prompt 4"
     text += " --train.batch_size"

@@ -208,7 +208,7 @@ CONVERTED = {
     "rl.json": json.dumps(
         {
             "defaults": "grpo_math_1B.yaml",
-            "grpo": {"num_generations_per_prompt": 4, "max_num_steps": 9},
+            "grpo": {"num_generations_per_prompt": 4, "max_num_steps": 90},
             "policy": GLOBAL_BATCH,
         }
     ),

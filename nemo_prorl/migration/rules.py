@@ -83,6 +83,7 @@ def convert(trainer: str, given: Mapping[str, Any]) -> Converted:
     RULES[trainer](made)
     _lengths(made)
     _devices(made)
+    _refused(made)
     for ours in sorted(_DECIDE - made.overrides.keys() - made.unknown.keys()):
         made.unknown[ours] = "it follows from a setting that has no value here"
     if _MODEL not in made.overrides:
@@ -217,6 +218,17 @@ def _devices(made: Converted) -> None:
     sizes = overrides.get(nodes, 4), overrides.get(devices, 8), overrides.get(tensor_parallel, 1)  # 4 x 8: the cluster
     if all(isinstance(size, int) and size > 0 for size in sizes):
         overrides.setdefault("rollout.engines", max(1, sizes[0] * sizes[1] // sizes[2]))
+
+
+def _refused(made: Converted) -> None:
+    """Leave numbers to the user that no run of this project can have."""
+    key = f"{SCHED}.warmup_steps"
+    steps, warmup = made.overrides.get(STEPS), made.overrides.get(key)
+    if isinstance(steps, int | float) and isinstance(warmup, int) and warmup > steps and STEPS not in made.unknown:
+        why = f"the run there ends after {steps:g} steps, within its warm-up of {warmup}"
+        made.unknown.setdefault(key, f"{why}; a run here is at least as long as its warm-up: set this, or more {STEPS}")
+    if made.overrides.get(GROUP) == 1:
+        made.unknown.setdefault(GROUP, "1 there; here the responses to a prompt are compared, so at least 2 are needed")
 
 
 def _lengths(made: Converted) -> None:

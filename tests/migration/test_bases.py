@@ -74,14 +74,14 @@ def test_a_later_base_counts_more_and_a_section_may_stand_alone(
 
 
 def test_the_base_of_a_script_is_that_of_its_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = "uv run examples/run_grpo.py grpo.max_num_steps=3"
+    text = "uv run examples/run_grpo.py grpo.max_num_steps=60"
     overrides, _ = converted("nemo_rl", text, tmp_path / "run.sh", capsys)
-    assert {"model.optim.sched.warmup_steps=50", f"{GRPO}.max_steps=3"} <= set(overrides)
+    assert {"model.optim.sched.warmup_steps=50", f"{GRPO}.max_steps=60"} <= set(overrides)
     text = text.replace("run_grpo", "run_vlm_grpo")
     overrides, comments = converted("nemo_rl", text, tmp_path / "run.sh", capsys, code=2)
     assert not any("warmup" in one for one in overrides)
     assert any(line.startswith("  defaults=vlm_grpo_3B.yaml: this file is missing") for line in comments)
-    text = "uv run examples/run_grpo.py --config mine.yaml grpo.max_num_steps=3"
+    text = "uv run examples/run_grpo.py --config mine.yaml grpo.max_num_steps=60"
     overrides, comments = converted("nemo_rl", text, tmp_path / "run.sh", capsys, code=2)
     assert not any("warmup" in one for one in overrides)
     assert f"  {GRPO}.clip_low: loss_fn.ratio_clip_min {MISSING}" in comments

@@ -222,15 +222,25 @@ MODEL = {"trl": "model_name_or_path", "verl": "actor_rollout_ref.model.path", "o
 STEPS = "trainer.grpo.max_steps: "  # what the user must set where a file has epochs
 
 
+GROUP = {
+    "verl": ("rollout.n=", "actor_rollout_ref.rollout.n=8"),
+    "openrlhf": ("samples_per", "--n_samples_per_prompt 8"),
+}
+
+
 def with_model(trainer: str, text: str) -> str:
-    """Return the text of a file with a model, if it has none; one of NeMo-RL is over a base, which has a model."""
-    if trainer == "nemo_rl" and "run_grpo" not in text and "defaults:" not in text:
-        return f"defaults: grpo_math_1B.yaml\n{text}"
-    if trainer == "nemo_rl" or re.search(r"\bmodel=|model_name_or_path|model\.path|--pretrain", text):
-        return text
-    if trainer == "trl":
+    """Return the text of a file with a model and a group of responses, if it has none; NeMo-RL's base has both."""
+    if trainer == "nemo_rl":
+        return text if "run_grpo" in text or "defaults:" in text else f"defaults: grpo_math_1B.yaml\n{text}"
+    has_model = re.search(r"\bmodel=|model_name_or_path|model\.path|--pretrain", text)
+    if trainer == "trl" and not has_model:
         return ('GRPOTrainer(model="org/model")\n' if "(" in text else "model_name_or_path: org/model\n") + text
-    return re.sub(r"-m \S+", rf"\g<0> {MODEL[trainer]}{'=' if trainer == 'verl' else ' '}org/model", text, count=1)
+    if trainer == "trl":
+        return text
+    name, group = GROUP[trainer]
+    more = "" if has_model else f" {MODEL[trainer]}{'=' if trainer == 'verl' else ' '}org/model"
+    more += "" if name in text else f" {group}"
+    return re.sub(r"-m \S+", rf"\g<0>{more}", text)
 
 
 def asked(comments: list[str]) -> list[str]:

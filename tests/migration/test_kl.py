@@ -44,7 +44,7 @@ def test_the_kl_of_openrlhf_has_the_note_of_its_estimator(
 def test_the_kl_of_nemo_rl_may_be_in_the_rewards(
     advantage: str, coefficient: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = f"grpo: {{max_num_steps: 9, adv_estimator: {advantage}}}\nloss_fn: {{use_kl_in_reward: true}}"
+    text = f"grpo: {{max_num_steps: 90, adv_estimator: {advantage}}}\nloss_fn: {{use_kl_in_reward: true}}"
     overrides, comments = converted("nemo_rl", text, tmp_path / "grpo.yaml", capsys)
     assert f"{GRPO}.kl_coef={coefficient}" in overrides
     assert [told in line for line in comments if "loss_fn.use_kl_in_reward: " in line] == [True]

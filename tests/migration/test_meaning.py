@@ -111,7 +111,7 @@ def test_what_verl_s_own_scripts_have_is_told(tmp_path: Path, capsys: pytest.Cap
     [
         ("trl", "a.py", "GRPOConfig(beta=0)", "seed=42"),
         ("openrlhf", "a.sh", "python3 -m x --l2 0", "seed=42"),
-        ("nemo_rl", "a.yaml", "grpo: {max_num_steps: 3}", "seed=42"),
+        ("nemo_rl", "a.yaml", "grpo: {max_num_steps: 90}", "seed=42"),
         ("openrlhf", "a.sh", "python3 -m x --seed 7", "seed=7"),
     ],
 )
@@ -119,6 +119,31 @@ def test_a_seed_is_that_of_the_file_or_the_default(
     trainer: str, file: str, text: str, seed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert seed in converted(trainer, text, tmp_path / file, capsys)[0]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "file", "text", "told"),
+    [
+        (
+            "trl",
+            "a.py",
+            "GRPOConfig(max_steps=30, warmup_steps=50)",
+            "model.optim.sched.warmup_steps: the run there ends after 30 steps, within its warm-up of 50; a run",
+        ),
+        (
+            "verl",
+            "a.sh",
+            "python3 -m x actor_rollout_ref.rollout.n=1 data.train_batch_size=256",
+            f"{GRPO}.samples_per_prompt: 1 there; here the responses to a prompt are compared, so at least 2",
+        ),
+    ],
+)
+def test_what_a_plan_would_refuse_must_be_set(
+    trainer: str, file: str, text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides, comments = converted(trainer, text, tmp_path / file, capsys, code=2)
+    assert any(line.startswith(f"  {told}") for line in comments)
+    assert not any(one.startswith(told.split(":")[0]) for one in overrides)
 
 
 def test_an_update_has_whole_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -217,7 +217,14 @@ def _devices(made: Converted) -> None:
         overrides["launch.gpus_per_node"] = each
     sizes = overrides.get(nodes, 4), overrides.get(devices, 8), overrides.get(tensor_parallel, 1)  # 4 x 8: the cluster
     if all(isinstance(size, int) and size > 0 for size in sizes):
-        overrides.setdefault("rollout.engines", max(1, sizes[0] * sizes[1] // sizes[2]))
+        most = max(1, sizes[0] * sizes[1] // sizes[2])
+        given = overrides.setdefault("rollout.engines", most)
+        if isinstance(given, int) and given > most:
+            overrides["rollout.engines"] = most
+            made.notes.append(
+                f"rollout.engines={most} in place of {given}, which have GPUs of their own there: engines and trainer"
+                " share them here; rollout.own_devices=true parts them"
+            )
 
 
 def _refused(made: Converted) -> None:

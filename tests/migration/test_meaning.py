@@ -146,6 +146,14 @@ def test_what_a_plan_would_refuse_must_be_set(
     assert not any(one.startswith(told.split(":")[0]) for one in overrides)
 
 
+def test_engines_have_the_gpus_of_the_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "python3 -m x --actor_num_gpus_per_node 2 --vllm_tensor_parallel_size 2 --vllm_num_engines"
+    for engines, told in ((1, False), (3, True)):
+        overrides, comments = converted("openrlhf", f"{text} {engines}", tmp_path / "run.sh", capsys)
+        assert "rollout.engines=1" in overrides
+        assert any(line.startswith("rollout.engines=1 in place of 3, which have") for line in comments) == told
+
+
 def test_an_update_has_whole_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = "python3 -m openrlhf.cli.train_ppo_ray --rollout.batch_size 6 --rollout.n_samples_per_prompt 4"
     text += " --train.batch_size"

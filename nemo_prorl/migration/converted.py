@@ -114,8 +114,8 @@ def set_kl_of_rewards(
     else:
         text += (
             f", which no override does: {estimator} is never negative, so it lowers a token's probability also below"
-            f" the reference's, and near the reference hardly acts; {ESTIMATOR}=k2 in the loss does what k1 in the"
-            f" rewards would: set {KL} yourself, or 0"
+            f" the reference's, and near the reference hardly acts; {ESTIMATOR}=k2 is set, which in the loss does"
+            f" what k1 in the rewards would; {KL}=0 leaves it out"
         )
     made.differs.append(text + ("; the std of the advantages divides it there, too" if is_scaled else ""))
 

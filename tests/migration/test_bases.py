@@ -58,6 +58,14 @@ def test_no_value_is_assumed_for_a_base_that_is_missing(
     assert f"  {GRPO}.max_steps: grpo.max_num_epochs {MISSING}" in comments
 
 
+def test_what_a_file_over_a_missing_base_sets_itself_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scheduler = "{name: a.ConstantLR, kwargs: {factor: 1}}"
+    text = f"defaults: mine.yaml\ngrpo: {{use_dynamic_sampling: true}}\npolicy: {{scheduler: {scheduler}}}"
+    overrides, comments = converted("nemo_rl", text, tmp_path / "grpo.yaml", capsys, code=2)
+    assert {"model.optim.sched.name=constant", f"{GRPO}.dynamic_sampling.enabled=true"} <= set(overrides)
+    assert not any("without a limit" in line or "max_draw_factor=" in line for line in [*overrides, *comments])
+
+
 def test_a_later_base_counts_more_and_a_section_may_stand_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

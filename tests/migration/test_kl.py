@@ -68,3 +68,12 @@ def test_a_kl_coefficient_of_verl_without_an_effect_is_told(
     _, comments = converted("verl", text, tmp_path / "run.sh", capsys)
     found = [one for one in comments if "has no effect there, without" in one or "no override needed" in one]
     assert [one.startswith(str(line)) for one in found] == ([True] if line else [])
+
+
+def test_k1_as_a_loss_of_verl_has_the_note_of_k1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for kind in ("kl", "low_var_kl"):
+        text = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.actor.use_kl_loss=True"
+        _, comments = converted(
+            "verl", f"{text} actor_rollout_ref.actor.kl_loss_type={kind}", tmp_path / "run.sh", capsys
+        )
+        assert any(line.startswith(f"kl_loss_type={kind}: the expected gr") for line in comments) == (kind == "kl")

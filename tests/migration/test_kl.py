@@ -77,3 +77,13 @@ def test_k1_as_a_loss_of_verl_has_the_note_of_k1(tmp_path: Path, capsys: pytest.
             "verl", f"{text} actor_rollout_ref.actor.kl_loss_type={kind}", tmp_path / "run.sh", capsys
         )
         assert any(line.startswith(f"kl_loss_type={kind}: the expected gr") for line in comments) == (kind == "kl")
+
+
+def test_the_kl_penalty_of_verl_decides_the_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=rloo algorithm.use_kl_in_reward=True"
+    for penalty, told in (("kl", "(k1)"), ("mse", "(k2)"), ("low_var_kl", "(k3)"), ("k3+", "(k3)"), ("abs", "(abs)")):
+        words = f"{text} algorithm.kl_penalty={penalty}"
+        overrides, comments = converted("verl", words, tmp_path / "run.sh", capsys)
+        start = f"  algorithm.use_kl_in_reward: the KL {told} is subtracted"
+        assert [line.startswith(start) for line in comments if "kl_in_reward" in line] == [True]
+        assert f"{GRPO}.kl_estimator=k2" in overrides

@@ -96,7 +96,9 @@ def test_a_clip_ratio_of_verl_without_an_effect_is_told(tmp_path: Path, capsys: 
 def test_what_verl_s_own_scripts_have_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     start = "python3 -m verl.trainer.main_ppo --config-path=./config --config-name='ppo_megatron_trainer.yaml'"
     start += " algorithm.adv_estimator=grpo actor_rollout_ref.actor.clip_ratio_"
-    _, comments = converted("verl", f"{start}high=0.28", tmp_path / "run.sh", capsys)
+    _, comments = converted(
+        "verl", f"{start}high=0.28 actor_rollout_ref.actor.clip_ratio_low=0.1", tmp_path / "run.sh", capsys
+    )
     assert not any("clip_ratio=0.2" in line or "ppo_megatron" in line for line in comments)
     text = f"{start}low=0.1 algorithm.rollout_correction.bypass_mode=True"
     text += " algorithm.rollout_correction.loss_type=reinforce"

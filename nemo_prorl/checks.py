@@ -289,7 +289,7 @@ def _batch(cfg: DictConfig) -> Iterator[Fault]:
                     f"expected {off}: trainer.grpo.advantage=maxrl divides by the mean reward of a group, which such a"
                     f" reward may make negative. Fix: trainer.grpo.{key}={off}",
                 )
-    if grpo.correction.floor > grpo.correction.cap:
+    if grpo.correction.cap is not None and grpo.correction.floor > grpo.correction.cap:
         reason = f"expected at most trainer.grpo.correction.cap={grpo.correction.cap}"
         yield "trainer.grpo.correction.floor", reason
     if grpo.old_logp == "engine":

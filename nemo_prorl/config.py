@@ -53,7 +53,11 @@ class CorrectionConfig:
         "method: none, capped weights (tis), masked tokens (icepop), masked responses (sequence_mask)",
         choices=("none", "tis", "icepop", "sequence_mask"),
     )
-    cap: float = key(2.0, "largest ratio pi_old / pi_engine: tis clips to it, the other methods mask above it", least=1)
+    cap: float | None = key(
+        2.0,
+        "largest ratio pi_old / pi_engine: tis clips to it, the other methods mask above it; null: no upper bound",
+        least=1,
+    )
     floor: float = key(0.5, "smallest ratio pi_old / pi_engine: icepop and sequence_mask mask below it", least=0)
     alarm: float | None = key(
         None,

@@ -205,7 +205,13 @@ GLOBAL_BATCH = {"train_global_batch_size": 128}
 CONVERTED = {
     "own.py": "def own(centred_GN, reward_GN, valid_GN):\n    return centred_GN\n",
     "trl.yaml": "model_name_or_path: m\nmax_steps: 9\nnum_generations: 4\nper_device_train_batch_size: 8\n",
-    "rl.json": json.dumps({"grpo": {"num_generations_per_prompt": 4, "max_num_steps": 9}, "policy": GLOBAL_BATCH}),
+    "rl.json": json.dumps(
+        {
+            "defaults": "grpo_math_1B.yaml",
+            "grpo": {"num_generations_per_prompt": 4, "max_num_steps": 90},
+            "policy": GLOBAL_BATCH,
+        }
+    ),
     "run.sh": "python3 -m openrlhf.cli.train_ppo_ray --pretrain m --n_samples_per_prompt 4\n",
     "verl.sh": "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=m actor_rollout_ref.rollout.n=4"
     " trainer.total_training_steps=9\n",

@@ -4,6 +4,8 @@ Engine and trainer run different kernels in different precisions, so tokens draw
 they were drawn from pi_old.  The ratio pi_old / pi_engine of each token, without gradient, corrects for this.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -31,7 +33,7 @@ def rollout_correction(
         old_logp_BT: log pi_old of the sampled tokens at the rollout temperature; ignored where the mask is False.
         engine_logp_BT: log pi_engine of the same tokens, likewise.
         mask_BT: bool, the response tokens that count.
-        config: `kind`, `cap` (largest ratio) and `floor` (smallest ratio) are used.
+        config: `kind`, `cap` (largest ratio; None: no bound) and `floor` (smallest ratio) are used.
 
     Returns:
         weight_BT: float32 without gradient, 0 where the mask is False.
@@ -42,7 +44,7 @@ def rollout_correction(
     Raises:
         ValueError: a log-probability is nan or infinite at a token that counts (its index is named).
     """
-    kind, cap, floor = config.kind, config.cap, config.floor
+    kind, cap, floor = config.kind, math.inf if config.cap is None else config.cap, config.floor
     old_logp = _counted(old_logp_BT, mask_BT, "old_logp_BT")
     engine_logp = _counted(engine_logp_BT, mask_BT, "engine_logp_BT")
 

@@ -27,6 +27,9 @@ class Converted:
         needless: settings that need no override, as KEY=VALUE.
         misspelt: {key that the other trainer does not know: the key that may be meant}.
         left: {key of the other trainer: value} of the settings without a counterpart.
+        given: keys that the file has; the others in `rest` are defaults.
+        drawn: prompts of the data that the other trainer takes for a step; None: `prompts_per_step`.
+        most: what limits the prompts of the data, as KEY=VALUE; None if nothing does.
     """
 
     rest: dict[str, Any]
@@ -37,6 +40,9 @@ class Converted:
     needless: list[str] = field(default_factory=list)
     misspelt: dict[str, str] = field(default_factory=dict)
     left: dict[str, Any] = field(default_factory=dict)
+    given: frozenset[str] = frozenset()
+    drawn: float | None = None
+    most: str | None = None
 
     def take(self, key: str, default: Any = None) -> Any:
         """Return the value of a setting of the other trainer, and remove the setting from `rest`."""
@@ -49,6 +55,15 @@ class Converted:
         self.overrides[ours] = known.get(str(value), nearest)
         if str(value) not in known:
             self.differs.append(f"{key}={value} has no counterpart; {ours}={nearest} is set in its place")
+
+
+def tell_unused(made: Converted, keys: Mapping[str, Any], why: str) -> None:
+    """Tell which of these settings, {key: value}, the file has without an effect; 0 says so itself."""
+    for key, value in keys.items():
+        if key in made.given and value:
+            made.differs.append(f"{key}={value} has no effect there, {why}")
+        elif key in made.given:
+            made.needless.append(f"{key}={value}")
 
 
 def set_updates(made: Converted, responses_per_update: Any, what: str) -> None:
@@ -77,13 +92,39 @@ def set_clip(made: Converted, low: Any, high: Any) -> None:
         made.notes.append(f"the lower clip range {low} is written as 1: no ratio is below 0")
 
 
-def set_kl_of_rewards(made: Converted, key: str, coefficient: Any) -> None:
-    """Set the KL term that comes nearest to a KL that is subtracted from the rewards."""
+def set_kl_of_rewards(
+    made: Converted, key: str, coefficient: Any, estimator: str, is_scaled: bool, is_summed: bool = True
+) -> None:
+    """Set the KL term that comes nearest to an estimate of the KL that is subtracted from the rewards.
+
+    The gradient of k1 in the rewards is that of KL(policy || reference), and so is that of k2 as a loss.  k2 and k3 in
+    the rewards are squares of the log-ratio near the reference: their gradient has no first order there.
+
+    Args:
+        is_scaled: whether the other trainer divides advantages by a std after the subtraction.
+        is_summed: whether a token there also gets the KL of other tokens of its response.
+    """
     made.overrides |= {KL: coefficient, ESTIMATOR: "k2"}
-    if coefficient:
-        made.differs.append(
-            f"{key}: the KL is subtracted from the rewards there; here it is a term of the loss with the same"
-            " coefficient, and k2, whose gradient is that of the same KL"
+    if not coefficient:
+        return
+    text = f"{key}: the KL ({estimator}) is subtracted from the rewards there"
+    if estimator == "k1":
+        text += "; here it is a term of the loss with the same coefficient, and k2, whose gradient is that of a token's"
+        text += " own k1 in the rewards" + (", without those of the response's other tokens" if is_summed else "")
+    else:
+        text += (
+            f", which no override does: {estimator} is never negative, so it lowers a token's probability also below"
+            f" the reference's, and near the reference hardly acts; {ESTIMATOR}=k2 is set, which in the loss does"
+            f" what k1 in the rewards would; {KL}=0 leaves it out"
+        )
+    made.differs.append(text + ("; the std of the advantages divides it there, too" if is_scaled else ""))
+
+
+def tell_k1(made: Converted, key: str) -> None:
+    if made.overrides.get(KL) and made.overrides.get(ESTIMATOR) == "k1":
+        made.notes.append(
+            f"{key}: the expected gradient of k1 as a loss is 0, there as here: nothing holds the policy near the"
+            f" reference; {ESTIMATOR}=k2 does"
         )
 
 
@@ -104,9 +145,6 @@ def set_correction(made: Converted, key: str, method: str, floor: Any, cap: Any)
     kind, difference = kinds[method]
     if kind == "tis" and floor:
         difference = difference or f"ratios are raised to {floor} there; tis here has no lower bound"
-    if cap is None and kind != "none":
-        cap = 1e8
-        made.notes.append(f"{key}: ratios have no upper bound there; {CORRECTION}.cap=1e8 is as good as none")
     made.overrides |= {f"{CORRECTION}.kind": kind}
     if kind != "none":
         made.overrides |= {f"{CORRECTION}.cap": cap}
@@ -141,7 +179,7 @@ def tell_token_weights(made: Converted, kind: Any) -> None:
 
 def set_draws(made: Converted, factor: float) -> None:
     """Set how many prompts a step may draw, as a multiple of its prompts; 0: as many as it takes."""
-    if not made.overrides.get(f"{SAMPLING}.enabled"):
+    if not made.overrides.get(f"{SAMPLING}.enabled") or f"{SAMPLING}.max_draw_factor" in made.unknown:
         return
     if factor < 1:
         made.differs.append(f"dynamic sampling draws without a limit there, up to {SAMPLING}.max_draw_factor here")
@@ -156,9 +194,18 @@ def set_wandb(made: Converted, project: Any = None) -> None:
     made.notes.append("Weights & Biases: run `wandb login`, or set WANDB_API_KEY, before the start; else leave it out")
 
 
-def tell_data(made: Converted, *keys: str) -> None:
-    """Take these keys, and add a note on how to make prompt records from their data."""
+def tell_data(made: Converted, *keys: str, most: str | None = None, option: str = "") -> None:
+    """Take these keys, and add a note on how to make prompt records from their data.
+
+    Args:
+        most: key of the largest number of prompts that the other trainer takes from the data.
+        option: of `prorl data prepare`, which takes as many.
+    """
     found = ", ".join(f"{key}={value}" for key in keys if (value := made.take(key)) is not None)
+    limit = made.take(most) if most is not None else None
+    if limit is not None and (isinstance(limit, str) or limit > 0):
+        made.most = f"{most}={limit if isinstance(limit, str) else int(limit)}"
+        made.notes.append(f"{made.most}: give `prorl data prepare` {option} {made.most.partition('=')[2]}")
     made.notes.append(
         f"data{f' ({found})' if found else ''}: make prompt records with `prorl data prepare math --from FILE --out"
         " DIR` (with `--task TASK` for a reward function of your own), then set data.train and data.validation; without"

@@ -15,8 +15,12 @@ from nemo_prorl.migration.shell import LAUNCH, UNREAD, Command, Expression, Scri
 
 _OF_TRL = {"single_gpu": 1} | dict.fromkeys(("multi_gpu", "zero1", "zero2", "zero3", "fsdp1", "fsdp2"), 8)
 _VERL = "ppo_trainer", "_self_"  # the defaults of the table
+_IN_VERL = re.compile(r"(\./|verl/trainer/)?config/ppo_(megatron_)?trainer\.yaml")  # both have those of the table
+_ALONE = "_override_"  # true in a section of NeMo-RL leaves out that of the base
 SCRIPT = "script"  # key with the name of a Python file that was not found
-BASE = "defaults"  # key with the name of a file that a YAML file of NeMo-RL is based on
+BASE = "defaults"  # key with the names of files that a YAML file of NeMo-RL is based on, and that are missing
+TABLE_BASE = "grpo_math_1B.yaml"  # the table has it
+_OF_NEMO_RL = {"run_grpo.py": TABLE_BASE, "run_grpo_math.py": TABLE_BASE, "run_vlm_grpo.py": "vlm_grpo_3B.yaml"}
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -28,6 +32,8 @@ def read(path: Path) -> dict[str, Any]:
         else:
             text = path.read_text(encoding="utf-8")
             found = dict(of_python(text)) if path.suffix == ".py" else _of_script(text, path.parent)
+    except RecursionError as error:
+        raise ConfigError(f"{path}: cannot be read: its {BASE} lead back to itself") from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError, SyntaxError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     if not found:
@@ -57,14 +63,23 @@ def _tree(path: Path) -> dict[str, Any]:
 
 
 def _based(tree: Any, folder: Path) -> dict[str, Any]:
+    """Return a mapping over those of its bases, of which a later one counts more; `BASE` keeps those that are missing.
+
+    A base is a file beside the file that names it, as in NeMo-RL.
+    """
     if not isinstance(tree, dict):
         return {}
-    bases = tree.get(BASE)
+    bases, below, missing = tree.pop(BASE, []), dict[str, Any](), list[Any]()
     for base in [bases] if isinstance(bases, str) else bases if isinstance(bases, list) else []:
         if isinstance(base, str) and (folder / base).is_file():
-            tree.pop(BASE)
-            tree = _merged(_tree(folder / base), tree)
-    return tree
+            found = _tree(folder / base)
+            missing += found.pop(BASE, [])
+            below = _merged(below, found)
+        else:
+            missing.append(base)
+    alone = {key for key, value in tree.items() if isinstance(value, dict) and value.pop(_ALONE, False)}
+    tree = _merged({key: value for key, value in below.items() if key not in alone}, tree)
+    return tree | ({BASE: missing} if missing else {})
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
@@ -126,6 +141,8 @@ def _of_command(command: Command, written: Mapping[str, str], folder: Path) -> d
     own = dict[str, Any]()
     if "config" in flags:
         own |= files.settings(flags.pop("config"))
+    elif (base := _OF_NEMO_RL.get(str(command.script).rsplit("/", 1)[-1])) is not None:
+        own[BASE] = [base]
     if "config_name" in flags and "config_path" in flags:
         own |= files.settings(f"{flags.pop('config_path')}/{flags.pop('config_name')}", ".yaml")
     flags = {**own, **flags}
@@ -168,13 +185,12 @@ class _Files(NamedTuple):
         name = Expression(name) if isinstance(name, Expression) else f"{str(name).removesuffix(ending)}{ending}"
         text = None if isinstance(name, Expression) else self.text(name)
         if text is None:
-            if name.endswith("grpo_math_1B.yaml"):  # the table has it
-                return {BASE: str(name)}
+            if name.endswith(TABLE_BASE):
+                return {BASE: [str(name)]}
+            if _IN_VERL.fullmatch(name):
+                return {}
             return {f"{UNREAD}{name}": "this file is missing: put it where the script names it, and convert again"}
         folder = (self.path(name) or self.folder / name).parent
         found = dict(_leaves(_based(yaml.safe_load(text), folder)))
-        bases = found.pop(BASE, [])
-        others = [one for one in ([bases] if isinstance(bases, str) else bases) if one not in _VERL]
-        return ({BASE: others if len(others) > 1 else others[0]} if others else {}) | {
-            key: without_marks(value) for key, value in found.items()
-        }
+        others = [one for one in found.pop(BASE, []) if one not in _VERL]
+        return ({BASE: others} if others else {}) | {key: without_marks(value) for key, value in found.items()}

@@ -33,9 +33,10 @@ from nemo_prorl.migration.converted import (
     UPDATES,
     Converted,
 )
+from nemo_prorl.migration.defaults import defaults, source
 from nemo_prorl.migration.files import SCRIPT
 from nemo_prorl.migration.names import known, meant, table
-from nemo_prorl.migration.shell import PASSED_ON, UNREAD, Expression
+from nemo_prorl.migration.shell import PASSED_ON, UNREAD, Absent, Expression
 from nemo_prorl.migration.trainers import RULES
 
 _LIMIT = {"model.micro_batch_tokens": 16384, "rollout.max_batched_tokens": 16384}  # of cluster=h100_4x8
@@ -69,18 +70,20 @@ def convert(trainer: str, given: Mapping[str, Any]) -> Converted:
     for key, value in named.items():
         if not _fits(value, tables["defaults"].get(key)):
             raise ConfigError(f"{key}={value!r}: expected a value such as the default, {tables['defaults'][key]!r}")
-    unread = _unread(named, trainer)
-    made = Converted(rest={**tables["defaults"], **named}, unknown=unread)
+    rest = {**defaults(trainer, named), **named}
+    unread = _unread(rest, trainer)
+    made = Converted(rest=rest, unknown=unread, given=frozenset(named))
     for theirs, ours in (tables["derived"] | tables["keys"]).items():
         if isinstance(made.rest.get(theirs), Expression):
             earlier = f"{made.unknown[ours]}; " if ours in made.unknown else ""
-            made.unknown[ours] = f"{earlier}{theirs}={made.take(theirs)} has no value here"
+            made.unknown[ours] = f"{earlier}{_without_value(theirs, made.take(theirs))}"
     for theirs, ours in tables["keys"].items():
         if theirs in made.rest and _is_usable(theirs, ours, value := made.take(theirs), made):
             made.overrides.setdefault(ours, value)
     RULES[trainer](made)
     _lengths(made)
     _devices(made)
+    _refused(made)
     for ours in sorted(_DECIDE - made.overrides.keys() - made.unknown.keys()):
         made.unknown[ours] = "it follows from a setting that has no value here"
     if _MODEL not in made.overrides:
@@ -88,17 +91,17 @@ def convert(trainer: str, given: Mapping[str, Any]) -> Converted:
         made.unknown.setdefault(_MODEL, f"the file has no model ({key})")
     made.overrides = {key: value for key, value in made.overrides.items() if key not in made.unknown}
     _sort_rest(made, named, trainer)
-    made.notes.append(f"what the file leaves out has the defaults of {tables['source']}")
+    made.notes.append(f"what the file leaves out has the defaults of {source(trainer, named)}")
     if "run_dir" not in made.overrides | made.unknown:
         made.notes.append("run_dir=DIR names the folder of the run; without it, the folder is runs/laptop")
     made.notes.append("cluster=h100_4x8 is for GPUs; without a GPU take cluster=laptop")
     return made
 
 
-def _unread(named: dict[str, Any], trainer: str) -> dict[str, str]:
+def _unread(rest: dict[str, Any], trainer: str) -> dict[str, str]:
     """Take what was not read out of the settings; return {its name: what the user should do}."""
-    script = named.pop(SCRIPT, None)
-    found = {key.removeprefix(UNREAD): named.pop(key) for key in [one for one in named if one.startswith(UNREAD)]}
+    script = rest.pop(SCRIPT, None)
+    found = {key.removeprefix(UNREAD): rest.pop(key) for key in [one for one in rest if one.startswith(UNREAD)]}
     if script is not None and trainer == "trl" and not str(script).endswith(_ENTRIES):
         found[str(script)] = "this file is missing, and what it sets was not read: put it beside the script"
     return found
@@ -138,12 +141,7 @@ def _sort_rest(made: Converted, named: Mapping[str, Any], trainer: str) -> None:
     for key in list(made.rest):
         value, last = made.take(key), key.rsplit(".", 1)[-1]
         if last in _EPOCHS and STEPS not in made.overrides | made.unknown:
-            default = "" if key in named else " (the default)"
-            prompts = made.overrides.get(PROMPTS, PROMPTS)
-            made.unknown[STEPS] = (
-                f"{key}={value}{default}: {value} * (prompts of the training data) / {prompts} steps, which also decide"
-                " the schedule of the learning rate"
-            )
+            made.unknown[STEPS] = _steps(made, key, value, "" if key in named else " (the default)")
         elif key not in named:
             continue
         elif last in _EPOCHS and trainer != "trl":  # TRL's max_steps counts alone
@@ -157,6 +155,24 @@ def _sort_rest(made: Converted, named: Mapping[str, Any], trainer: str) -> None:
         elif value is not None:
             made.left[key] = value
     made.needless = list(dict.fromkeys(made.needless))
+
+
+def _without_value(key: str, value: Any) -> str:
+    return f"{key} {value}" if isinstance(value, Absent) else f"{key}={value} has no value here"
+
+
+def _steps(made: Converted, key: str, epochs: Any, default: str) -> str:
+    """Return the formula of the number of steps of a run of epochs."""
+    if isinstance(epochs, Absent):
+        return _without_value(key, epochs)
+    prompts = "prompts of the training data"
+    prompts = f"({prompts})" if made.most is None else f"min({made.most}, {prompts})"
+    drawn = made.overrides.get(PROMPTS, PROMPTS) if made.drawn is None else f"{made.drawn:g}"
+    text = f"{key}={epochs}{default}: {epochs} * {prompts} / {drawn} steps, which also decide the schedule of the"
+    text += " learning rate"
+    if made.overrides.get(f"{SAMPLING}.enabled"):
+        text += "; the run there ends earlier, because groups that are left out take prompts of the data, too"
+    return text
 
 
 def _sort_neutral(made: Converted, named: Mapping[str, Any], tables: Mapping[str, Any]) -> None:
@@ -201,7 +217,25 @@ def _devices(made: Converted) -> None:
         overrides["launch.gpus_per_node"] = each
     sizes = overrides.get(nodes, 4), overrides.get(devices, 8), overrides.get(tensor_parallel, 1)  # 4 x 8: the cluster
     if all(isinstance(size, int) and size > 0 for size in sizes):
-        overrides.setdefault("rollout.engines", max(1, sizes[0] * sizes[1] // sizes[2]))
+        most = max(1, sizes[0] * sizes[1] // sizes[2])
+        given = overrides.setdefault("rollout.engines", most)
+        if isinstance(given, int) and given > most:
+            overrides["rollout.engines"] = most
+            made.notes.append(
+                f"rollout.engines={most} in place of {given}, which have GPUs of their own there: engines and trainer"
+                " share them here; rollout.own_devices=true parts them"
+            )
+
+
+def _refused(made: Converted) -> None:
+    """Leave numbers to the user that no run of this project can have."""
+    key = f"{SCHED}.warmup_steps"
+    steps, warmup = made.overrides.get(STEPS), made.overrides.get(key)
+    if isinstance(steps, int | float) and isinstance(warmup, int) and warmup > steps and STEPS not in made.unknown:
+        why = f"the run there ends after {steps:g} steps, within its warm-up of {warmup}"
+        made.unknown.setdefault(key, f"{why}; a run here is at least as long as its warm-up: set this, or more {STEPS}")
+    if made.overrides.get(GROUP) == 1:
+        made.unknown.setdefault(GROUP, "1 there; here the responses to a prompt are compared, so at least 2 are needed")
 
 
 def _lengths(made: Converted) -> None:

@@ -58,6 +58,8 @@ def nemo_rl_schedule(made: Converted, has_megatron: bool, min_lr: Any) -> None:
     if not has_megatron:
         single = _options(made, "policy.scheduler.kwargs")
         name = made.take("policy.scheduler.name")
+        if name is None and f"{SCHED}.name" in made.unknown:
+            return
         _set_of_torch(made, [{"name": name, "kwargs": single}] if name else made.take("policy.scheduler") or [])
         return
     keys = "lr_decay_style", "lr_decay_iters", "lr_warmup_iters", "lr_warmup_init"

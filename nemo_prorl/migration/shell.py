@@ -52,6 +52,10 @@ class Expression(str):
     """The source text of a setting that only the other trainer's program, or a shell, can compute."""
 
 
+class Absent(Expression):
+    """Where a setting is that was not read, as the rest of a sentence: `is in mine.yaml, which is missing`."""
+
+
 class Command(NamedTuple):
     """A command of a script that may start a trainer.
 

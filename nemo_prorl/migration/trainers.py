@@ -31,9 +31,11 @@ from nemo_prorl.migration.converted import (
     tell_cispo,
     tell_constant,
     tell_data,
+    tell_k1,
     tell_token_weights,
+    tell_unused,
 )
-from nemo_prorl.migration.files import BASE
+from nemo_prorl.migration.files import BASE, TABLE_BASE
 from nemo_prorl.migration.names import table
 from nemo_prorl.migration.schedules import (
     nemo_rl_schedule,
@@ -47,15 +49,16 @@ def _verl(made: Converted) -> None:
     take, actor = made.take, "actor_rollout_ref.actor"
     both, low, high = (take(f"{actor}.clip_ratio{end}") for end in ("", "_low", "_high"))
     set_clip(made, both if low is None else low, both if high is None else high)
-    if both is not None and both not in (low, high) and None not in (low, high):
+    is_given = f"{actor}.clip_ratio" in made.given
+    if is_given and both is not None and both not in (low, high) and None not in (low, high):
         made.notes.append(
             f"clip_ratio={both} has no effect there, because clip_ratio_low and clip_ratio_high have values"
         )
     if not re.fullmatch(r"(ppo|dapo)(_megatron)?_trainer(\.yaml)?", str(name := take("config_name", "ppo_trainer"))):
         made.unknown[f"config_name={name}"] = "what only this file sets was not read; the defaults are ppo_trainer's"
     verl_schedule(made)
-    _verl_kl(made, actor)
     _verl_advantage(made)
+    _verl_kl(made, actor)
     _verl_loss(made, actor)
     prompts, group = take(f"{actor}.ppo_mini_batch_size"), made.overrides.get(GROUP)
     if prompts is not None and group is not None:
@@ -66,7 +69,7 @@ def _verl(made: Converted) -> None:
     _verl_loggers(made)
     if made.rest.get("actor_rollout_ref.rollout.name") == "vllm":
         made.needless.append(f"actor_rollout_ref.rollout.name={take('actor_rollout_ref.rollout.name')}")
-    tell_data(made, "data.train_files", "data.val_files")
+    tell_data(made, "data.train_files", "data.val_files", most="data.train_max_samples", option="--size")
 
 
 def _verl_advantage(made: Converted) -> None:
@@ -109,6 +112,7 @@ def _verl_sampling(made: Converted) -> None:
     if take("overlong_buffer_cfg.enable"):
         made.overrides |= {f"{GRPO}.shaping.overlong_tokens": tokens, f"{GRPO}.shaping.overlong_penalty": penalty}
     drawn, batches = take("data.gen_batch_size"), take("algorithm.filter_groups.max_num_gen_batches")
+    made.drawn = drawn
     if (prompts := made.overrides.get(PROMPTS)) and f"{SAMPLING}.max_draw_factor" not in made.unknown:
         set_draws(made, (batches or 0) * (drawn or prompts) / prompts)
     if take("algorithm.filter_groups.metric", "acc") not in ("acc", "seq_reward"):
@@ -125,17 +129,26 @@ def _verl_loggers(made: Converted) -> None:
 
 
 def _verl_kl(made: Converted, actor: str) -> None:
-    take = made.take
-    in_loss, coefficient, kind = (take(f"{actor}.{key}") for key in ("use_kl_loss", "kl_loss_coef", "kl_loss_type"))
-    in_rewards, other = take("algorithm.use_kl_in_reward"), take("algorithm.kl_ctrl.kl_coef")
+    take, of_loss, of_rewards = made.take, f"{actor}.kl_loss_coef", "algorithm.kl_ctrl.kl_coef"
+    in_loss, coefficient, kind = take(f"{actor}.use_kl_loss"), take(of_loss), take(f"{actor}.kl_loss_type")
+    in_rewards, other = take("algorithm.use_kl_in_reward"), take(of_rewards)
+    estimators = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+    if not in_loss:
+        tell_unused(made, {of_loss: coefficient}, f"without {actor}.use_kl_loss")
+    if not in_rewards:
+        tell_unused(made, {of_rewards: other}, "without algorithm.use_kl_in_reward")
     if in_rewards and not in_loss:
-        set_kl_of_rewards(made, "algorithm.use_kl_in_reward", other)
+        penalty = str(take("algorithm.kl_penalty", "kl")).rstrip("+")  # +: of a gradient, which rewards do not have
+        is_scaled = made.overrides.get(ADVANTAGE) in ("group_norm", "reinforce_pp_baseline")
+        set_kl_of_rewards(
+            made, "algorithm.use_kl_in_reward", other, estimators.get(penalty, penalty), is_scaled=is_scaled
+        )
         return
     if in_rewards:
         made.differs.append("algorithm.use_kl_in_reward beside use_kl_loss: only the term of the loss is set")
     made.overrides[KL] = coefficient if in_loss else 0
-    estimators = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
     made.choose(ESTIMATOR, "kl_loss_type", kind, estimators, "k2")
+    tell_k1(made, f"kl_loss_type={kind}")
 
 
 def _verl_correction(made: Converted) -> None:
@@ -187,8 +200,8 @@ def _verl_rewards(made: Converted) -> None:
 
 def _nemo_rl(made: Converted) -> None:
     take = made.take
-    if (base := take(BASE)) is not None:
-        if str(base).endswith("grpo_math_1B.yaml"):
+    for base in take(BASE, []):
+        if str(base).endswith(TABLE_BASE):
             made.notes.append(f"defaults={base} is not beside the file: {table('nemo_rl')['source']} takes its place")
         else:
             made.unknown[f"{BASE}={base}"] = "this file is missing: put it where the name says, and convert again"
@@ -206,17 +219,30 @@ def _nemo_rl(made: Converted) -> None:
     _nemo_rl_correction(made)
     batches, multiplier = take("grpo.dynamic_sampling_max_gen_batches"), take("grpo.batch_multiplier")
     set_draws(made, (batches or 0) * (multiplier or 1))
+    if made.overrides.get(f"{SAMPLING}.enabled") and PROMPTS in made.overrides:
+        made.drawn = made.overrides[PROMPTS] * (multiplier or 1)
     _nemo_rl_shaping(made)
-    if made.overrides.get(KL):
-        made.differs.append(
-            "reference_policy_kl_penalty: the gradient of the KL term also weighs tokens by their probability there"
-            " (arXiv 2506.09477)"
-        )
+    _nemo_rl_kl(made)
     if str(take("policy.precision")) == "bfloat16":
         set_bf16(made)
     if made.rest.get("logger.wandb_enabled"):
         set_wandb(made, take("logger.wandb.project"))
     tell_data(made, *[key for key in made.rest if key.endswith((".dataset_name", ".data_path"))])
+
+
+def _nemo_rl_kl(made: Converted) -> None:
+    key, coefficient, estimator = "loss_fn.use_kl_in_reward", made.overrides.get(KL), made.overrides.get(ESTIMATOR)
+    in_rewards = made.rest.get(key) is True and made.take(key)
+    if in_rewards and made.overrides.get(ADVANTAGE) == "reinforce_pp_baseline":
+        set_kl_of_rewards(made, key, coefficient, str(estimator), is_scaled=True, is_summed=False)
+    elif in_rewards and coefficient:  # grpo's advantages leave it out
+        made.overrides[KL] = 0
+        made.differs.append(f"{key}: only adv_estimator.name=reinforce_plus_plus subtracts the KL there: {KL}=0 is set")
+    elif coefficient:
+        made.differs.append(
+            "reference_policy_kl_penalty: the gradient of the KL term also weighs tokens by their probability there"
+            " (arXiv 2506.09477)"
+        )
 
 
 def _nemo_rl_correction(made: Converted) -> None:
@@ -260,9 +286,21 @@ def _nemo_rl_optimizer(made: Converted) -> None:
     if has_megatron:
         found["betas"] = [found.get("adam_beta1"), found.get("adam_beta2")]
     names["model.optim.eps"] = "adam_eps" if has_megatron else "eps"
+    if has_megatron:
+        names["trainer.gradient_clip_val"] = "clip_grad"
+        decay = made.take(f"{on}.scheduler.end_weight_decay")  # Megatron's schedule sets it
+        found |= {"weight_decay": decay} if isinstance(decay, int | float) else {}
+        if (kind := found.get("optimizer", "adam")) != "adam":
+            made.differs.append(f"{prefix}.optimizer={kind}: the optimizer is AdamW here")
     made.overrides |= {ours: found[theirs] for ours, theirs in names.items() if theirs in found}
     nemo_rl_schedule(made, has_megatron, found.get("min_lr"))
     unused = (off, "policy.optimizer", "policy.scheduler") if has_megatron else (on,)
+    for key in ("lr", "weight_decay"):
+        other = f"policy.optimizer.kwargs.{key}" if has_megatron else f"{on}.optimizer.{key}"
+        if other in made.given and made.rest.get(other) not in (None, found.get(key)):
+            made.notes.append(
+                f"{other}={made.rest[other]} has no effect there, because {on}.enabled={str(has_megatron).lower()}"
+            )
     made.rest = {key: value for key, value in made.rest.items() if not key.startswith(unused)}
 
 
@@ -306,8 +344,7 @@ def _openrlhf(made: Converted) -> None:
         set_updates(made, size, "train.batch_size")
     openrlhf_schedule(made)
     _openrlhf_advantage(made)
-    if not take("algo.kl.use_loss"):
-        set_kl_of_rewards(made, "algo.kl.use_loss=false", made.overrides.get(KL))
+    _openrlhf_kl(made)
     _openrlhf_correction(made)
     set_draws(made, 0)
     if (factor := take("reward.stop_properly_penalty_coef")) is not None:
@@ -327,7 +364,8 @@ def _openrlhf(made: Converted) -> None:
             f"reward ({', '.join(given)}): add rewards.functions.TASK=FILE.py:score, where score(prompt, response,"
             " truth) calls its function (docs/howto/reward_function.md)"
         )
-    tell_data(made, "data.prompt_dataset", "eval.dataset", "data.input_key", "data.label_key")
+    data = ["data.prompt_dataset", "eval.dataset", "data.input_key", "data.label_key"]
+    tell_data(made, *data, most="data.max_samples", option="--limit")
 
 
 def _openrlhf_advantage(made: Converted) -> None:
@@ -339,6 +377,17 @@ def _openrlhf_advantage(made: Converted) -> None:
     tell_token_weights(made, f"algo.advantage.estimator={kind}")
     if kind == "reinforce_baseline" and without_std:
         made.differs.append(f"algo.advantage.estimator={kind}: the mean over all tokens is also subtracted there")
+
+
+def _openrlhf_kl(made: Converted) -> None:
+    if made.take("use_kl_estimator_k3"):  # the form before --kl_estimator
+        made.overrides[ESTIMATOR] = "k3"
+    if made.take("algo.kl.use_loss"):
+        tell_k1(made, "algo.kl.use_loss with algo.kl.estimator=k1")
+        return
+    is_scaled = made.overrides.get(ADVANTAGE) == "reinforce_pp_baseline"  # group_norm divides before the subtraction
+    estimator = str(made.overrides.get(ESTIMATOR))
+    set_kl_of_rewards(made, "algo.kl.use_loss=false", made.overrides.get(KL), estimator, is_scaled=is_scaled)
 
 
 def _openrlhf_correction(made: Converted) -> None:

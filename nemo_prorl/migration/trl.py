@@ -159,10 +159,14 @@ def _trl_processes(made: Converted) -> int | None:
     nodes = int(given.get("nnodes") or given.get("num_machines") or given.get("num_nodes") or 1)
     each = given.get("nproc_per_node") or given.get("num_gpus")
     if each is None and "num_processes" not in given:
+        more = f"N times {PROMPTS}"
+        if (all_of_them := made.rest.get("generation_batch_size")) is not None:
+            more = f"N times the responses of an update, and so {UPDATES} / N: generation_batch_size={all_of_them} is"
+            more += " that of all processes"
         made.differs.insert(
             0,
-            f"one process was assumed, because no file says how many there are: N processes have N times {PROMPTS};"
-            " for them convert a shell script with `accelerate launch --num_processes N FILE.py`",
+            f"one process was assumed, because no file says how many there are: N processes have {more}; for them"
+            " convert a shell script with `accelerate launch --num_processes N FILE.py`",
         )
     whole = int(given["num_processes"]) if each is None and "num_processes" in given else int(each or 1) * nodes
     made.overrides |= {"trainer.num_nodes": nodes, "trainer.devices": max(1, whole // nodes)}
@@ -173,17 +177,24 @@ def _trl_batch(made: Converted) -> None:
     """Set the prompts and updates of a step, unless a size that they follow from is unknown."""
     take, group = made.take, made.overrides.get(GROUP)
     device, accumulated = take("per_device_train_batch_size"), take("gradient_accumulation_steps")
-    whole, steps = take("generation_batch_size"), take("steps_per_generation")
     processes = _trl_processes(made)
+    whole, steps = take("generation_batch_size"), take("steps_per_generation")
     if {PROMPTS, GROUP} & made.unknown.keys() or None in (device, accumulated, group, processes):
         return
-    batch = device * accumulated * processes
-    generated = max(batch, whole or device * (steps or accumulated) * processes)
-    made.overrides[PROMPTS] = max(1, generated // group)
-    if generated % group:
-        of = "a process" if processes == 1 else f"{processes} processes"
+    batch, slice_ = device * accumulated * processes, device * processes
+    generated = whole or (steps or accumulated) * slice_
+    of = "a process" if processes == 1 else f"{processes} processes"
+    if whole and (steps or whole % slice_):
+        why = "steps_per_generation is set, too" if steps else f"it is no multiple of {slice_} responses of {of}"
+        made.unknown[PROMPTS] = f"generation_batch_size={whole}: TRL refuses it, because {why}"
+    elif generated % group:
         made.unknown[PROMPTS] = f"{generated} responses of {of} are no whole groups of {group}"
+    elif generated < batch and batch % generated:
+        made.unknown[PROMPTS] = f"an update of {batch} responses is no multiple of the {generated} that TRL generates"
+    if PROMPTS in made.unknown:
         return
+    generated = max(batch, generated)
+    made.overrides[PROMPTS] = generated // group
     set_updates(made, batch, "per_device_train_batch_size * gradient_accumulation_steps * processes")
     if (updates := made.overrides.get(UPDATES, 1)) > 1:
         for key in [one for one in _UPDATE_COUNTS if one in made.overrides]:
@@ -200,6 +211,7 @@ def _trl_rewards(made: Converted) -> None:
     else:  # of a YAML file: a text that cannot be a function is quoted, as a model is in Python
         listed = functions if isinstance(functions, list) else [functions]
         found = [str(one) if re.fullmatch(r"[\w.]+", str(one)) else repr(one) for one in listed if one is not None]
+    is_none, found = "None" in found, [one for one in found if one != "None"]
     models = [one for one in found if one[0] in "'\""]
     if (model := made.take("reward_model_name_or_path")) is not None:
         models.append(repr(model))
@@ -212,6 +224,16 @@ def _trl_rewards(made: Converted) -> None:
     pairs = zip(found, values or [1] * len(found), strict=True)
     used = {name: weight for name, weight in pairs if name not in models}
     if not used:
+        if is_none:
+            made.unknown["rewards.functions.TASK"] = (
+                "reward_funcs=None: no reward function was found; set rewards.functions.TASK=FILE.py:FUNCTION"
+                " (docs/howto/reward_function.md)"
+            )
+        if weights is not None:
+            made.notes.append(
+                f"reward_weights={made.take('reward_weights')}: weights are factors of the reward functions here:"
+                " 'rewards.functions.TASK=FILE.py:FIRST*0.5 + FILE.py:SECOND*1' (docs/howto/reward_function.md)"
+            )
         return
     if weights is not None and values is None:
         made.unknown[f"reward_weights={weights}"] = f"expected a list of {len(found)} numbers, one per reward function"

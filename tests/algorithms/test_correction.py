@@ -43,6 +43,14 @@ def test_weights_by_hand(kind: str, expected: list[list[float]], capped: int, ma
     assert gap["fraction_masked"].item() == pytest.approx(masked / 10)
 
 
+def test_without_a_cap_no_ratio_is_too_large() -> None:
+    old, engine = logs([[0.25, 1.0, 300.0, 1.5]])
+    for kind, expected in (("tis", [0.25, 1, 300, 1.5]), ("icepop", [0, 1, 300, 1.5]), ("sequence_mask", [1] * 4)):
+        weight, gap = rollout_correction(old, engine, MASK[:1], CorrectionConfig(kind, cap=None))
+        torch.testing.assert_close(weight, torch.tensor([expected], dtype=torch.float32))
+        assert gap["fraction_capped"] == 0
+
+
 def test_a_response_of_one_token() -> None:
     old, engine = logs([[3.0, 1.0]])
     weight, gap = rollout_correction(old, engine, torch.tensor([[True, False]]), CorrectionConfig("sequence_mask"))

@@ -70,7 +70,8 @@ def write(example: dict[str, Any], folder: Path, form: str | None = None) -> Pat
         return _write_trl(found, folder, form or "py")
     if trainer == "nemo_rl":
         base = folder / BASE
-        base.write_text(yaml.safe_dump(_tree(DATA["defaults"]["nemo_rl"]["settings"])))
+        more = {"policy.model_name": "Qwen/Qwen2.5-1.5B", "policy.precision": "bfloat16", "cluster.num_nodes": 1}
+        base.write_text(yaml.safe_dump(_tree(more | DATA["defaults"]["nemo_rl"]["settings"])))
         (folder / "grpo.yaml").write_text(yaml.safe_dump({"defaults": BASE, **_tree(found)}))
         return folder / "grpo.yaml"
     words = {key: shlex.quote(_text(value)) for key, value in found.items()} | example.get("written", {})

@@ -144,7 +144,7 @@ def test_a_configuration_is_converted(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (tmp_path / file).write_text(text)
+    (tmp_path / file).write_text(with_model(trainer, text) if trainer == "nemo_rl" else text)
     made = convert(trainer, read(tmp_path / file))
     assert {key: made.overrides.get(key, "absent") for key in expected} == expected
     assert made.left == left
@@ -222,13 +222,25 @@ MODEL = {"trl": "model_name_or_path", "verl": "actor_rollout_ref.model.path", "o
 STEPS = "trainer.grpo.max_steps: "  # what the user must set where a file has epochs
 
 
+GROUP = {
+    "verl": ("rollout.n=", "actor_rollout_ref.rollout.n=8"),
+    "openrlhf": ("samples_per", "--n_samples_per_prompt 8"),
+}
+
+
 def with_model(trainer: str, text: str) -> str:
-    """Return the text of a file with a model, if it has none; NeMo-RL has one by default."""
-    if trainer == "nemo_rl" or re.search(r"\bmodel=|model_name_or_path|model\.path|--pretrain", text):
-        return text
-    if trainer == "trl":
+    """Return the text of a file with a model and a group of responses, if it has none; NeMo-RL's base has both."""
+    if trainer == "nemo_rl":
+        return text if "run_grpo" in text or "defaults:" in text else f"defaults: grpo_math_1B.yaml\n{text}"
+    has_model = re.search(r"\bmodel=|model_name_or_path|model\.path|--pretrain", text)
+    if trainer == "trl" and not has_model:
         return ('GRPOTrainer(model="org/model")\n' if "(" in text else "model_name_or_path: org/model\n") + text
-    return re.sub(r"-m \S+", rf"\g<0> {MODEL[trainer]}{'=' if trainer == 'verl' else ' '}org/model", text, count=1)
+    if trainer == "trl":
+        return text
+    name, group = GROUP[trainer]
+    more = "" if has_model else f" {MODEL[trainer]}{'=' if trainer == 'verl' else ' '}org/model"
+    more += "" if name in text else f" {group}"
+    return re.sub(r"-m \S+", rf"\g<0>{more}", text)
 
 
 def asked(comments: list[str]) -> list[str]:
@@ -328,6 +340,22 @@ def test_a_reward_model_of_trl_is_named_as_different(tmp_path: Path, capsys: pyt
     told = "a reward model is not supported here; a reward that asks a server: docs/howto/reward_server.md"
     assert f"  reward_funcs='org/reward-model': {told}" in comments
     assert not any(line.startswith("reward (") for line in comments)
+
+
+@pytest.mark.parametrize(
+    ("functions", "code"),
+    [("reward_funcs=None", 2), ("reward_funcs=[None]", 2), ("", 0), ("reward_funcs=[a, None]", 0)],
+)
+def test_a_script_of_trl_without_a_reward_function(
+    functions: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = f"GRPOConfig(max_steps=9, reward_weights=[0.5])\nGRPOTrainer(model='m', {functions})"
+    overrides, comments = converted("trl", text, tmp_path / "train.py", capsys, code)
+    told = "  rewards.functions.TASK: reward_funcs=None: no reward function was found; set rewards.functions.TASK=FILE"
+    assert any(line.startswith(told) for line in comments) == (code == 2)
+    weights = [line for line in comments if "reward_weights=[0.5]" in line]
+    assert [("FILE.py:FIRST*0.5" in line) != ("FILE.py:a*0.5" in line) for line in weights] == [True]
+    assert not any("FILE.py:None" in line for line in [*overrides, *comments])
 
 
 def test_no_setting_of_verl_vanishes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,14 +46,17 @@ def test_the_files_of_verl_and_nemo_rl_are_read(tmp_path: Path, capsys: pytest.C
         "defaults: [ppo_trainer, _self_]\nactor_rollout_ref: {rollout: {n: 6}, model: {path: m}}\n"
         "algorithm: {adv_estimator: grpo}\ntrainer: {total_training_steps: 3}\n"
     )
-    text = "python3 -m verl.trainer.main_ppo --config-path=. --config-name='mine' actor_rollout_ref.model.path=m"
+    text = "# rollout.n= of the file\n"
+    text += "python3 -m verl.trainer.main_ppo --config-path=. --config-name='mine' actor_rollout_ref.model.path=m"
     assert f"{GRPO}.samples_per_prompt=6" in converted("verl", text, tmp_path / "run.sh", capsys)[0]
 
-    (tmp_path / "base.yaml").write_text("grpo: {num_generations_per_prompt: 4, num_prompts_per_step: 64}\n")
-    (tmp_path / "grpo.yaml").write_text("defaults: base.yaml\ngrpo: {max_num_steps: 9}\n")
+    (tmp_path / "base.yaml").write_text(
+        "defaults: grpo_math_1B.yaml\ngrpo: {num_generations_per_prompt: 4, num_prompts_per_step: 64}\n"
+    )
+    (tmp_path / "grpo.yaml").write_text("defaults: base.yaml\ngrpo: {max_num_steps: 90}\n")
     text = "uv run examples/run_grpo_math.py --config grpo.yaml grpo.num_prompts_per_step=128"
     overrides, _ = converted("nemo_rl", text, tmp_path / "run.sh", capsys)
-    expected = {f"{GRPO}.samples_per_prompt=4", f"{GRPO}.prompts_per_step=128", f"{GRPO}.max_steps=9"}
+    expected = {f"{GRPO}.samples_per_prompt=4", f"{GRPO}.prompts_per_step=128", f"{GRPO}.max_steps=90"}
     assert expected <= set(overrides)
     slurm = f"COMMAND='{text}' \\\nCONTAINER=c \\\nsbatch --nodes=2 ray.sub"
     assert expected <= set(converted("nemo_rl", slurm, tmp_path / "run.sh", capsys)[0])

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from nemo_prorl import cli
+from nemo_prorl import cli, settings
+from nemo_prorl.cautions import cautions
+from tests import paper_model
 from tests.migration.test_convert import GRPO, VERL_SCRIPT, converted, with_model
 
 
@@ -27,6 +29,41 @@ def test_generations_within_an_update_of_trl_are_one_batch(tmp_path: Path, capsy
 
 
 @pytest.mark.parametrize(
+    ("processes", "sizes", "expected"),
+    [
+        (None, "generation_batch_size=64", ["prompts_per_step=8", "updates_per_step=8"]),
+        (4, "generation_batch_size=64", ["prompts_per_step=8", "updates_per_step=2"]),
+        (16, "generation_batch_size=128, gradient_accumulation_steps=2", ["prompts_per_step=32", "updates_per_step=1"]),
+        (3, "generation_batch_size=64", "generation_batch_size=64: TRL refuses it, because it is no multiple of 24"),
+        (4, "generation_batch_size=64, steps_per_generation=2", "TRL refuses it, because steps_per_generation is set"),
+        (
+            1,
+            "steps_per_generation=2, gradient_accumulation_steps=3",
+            "an update of 24 responses is no multiple of the 16",
+        ),
+    ],
+)
+def test_a_generation_batch_of_trl_is_that_of_all_processes(
+    processes: int | None, sizes: str, expected: list[str] | str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text(
+        f"GRPOConfig({sizes}, per_device_train_batch_size=8, max_steps=8)\nGRPOTrainer('org/model')"
+    )
+    told = expected if isinstance(expected, str) else None
+    if processes is None:
+        overrides, comments = converted("trl", (tmp_path / "train.py").read_text(), tmp_path / "train.py", capsys)
+        text = "N processes have N times the responses of an update, and so trainer.grpo.updates_per_step / N: gener"
+        assert any(text in line for line in comments)
+    else:
+        text = f"model_name_or_path=org/model accelerate launch --num_processes {processes} train.py"
+        overrides, comments = converted("trl", text, tmp_path / "run.sh", capsys, code=2 if told else 0)
+    if told:
+        assert any(line.startswith(f"  {GRPO}.prompts_per_step: ") and told in line for line in comments)
+    else:
+        assert {f"{GRPO}.{one}" for one in expected} <= set(overrides)
+
+
+@pytest.mark.parametrize(
     ("words", "coefficient", "estimator"),
     [
         ("", "0", "k3"),
@@ -40,7 +77,9 @@ def test_the_kl_of_verl_is_where_the_script_puts_it(
     text = f"python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo {words}"
     overrides, comments = converted("verl", text, tmp_path / "run.sh", capsys)
     assert {f"{GRPO}.kl_coef={coefficient}", f"{GRPO}.kl_estimator={estimator}"} <= set(overrides)
-    assert any("algorithm.use_kl_in_reward: the KL is subtracted" in line for line in comments) == ("reward" in words)
+    assert any("algorithm.use_kl_in_reward: the KL (k1) is subtracted" in line for line in comments) == (
+        "reward" in words
+    )
 
 
 def test_a_clip_ratio_of_verl_without_an_effect_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,6 +91,69 @@ def test_a_clip_ratio_of_verl_without_an_effect_is_told(tmp_path: Path, capsys: 
         overrides, comments = converted("verl", text, tmp_path / "run.sh", capsys)
         assert (f"{GRPO}.clip_low=0.2" if told else f"{GRPO}.clip_low=0.1") in overrides
         assert any(line.startswith("clip_ratio=0.1 has no effect there") for line in comments) == told
+
+
+def test_what_verl_s_own_scripts_have_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start = "python3 -m verl.trainer.main_ppo --config-path=./config --config-name='ppo_megatron_trainer.yaml'"
+    start += " algorithm.adv_estimator=grpo actor_rollout_ref.actor.clip_ratio_"
+    _, comments = converted(
+        "verl", f"{start}high=0.28 actor_rollout_ref.actor.clip_ratio_low=0.1", tmp_path / "run.sh", capsys
+    )
+    assert not any("clip_ratio=0.2" in line or "ppo_megatron" in line for line in comments)
+    text = f"{start}low=0.1 algorithm.rollout_correction.bypass_mode=True"
+    text += " algorithm.rollout_correction.loss_type=reinforce"
+    text += " algorithm.rollout_correction.rollout_is_batch_normalize=True"
+    _, comments = converted("verl", text, tmp_path / "run.sh", capsys)
+    told = [line.split("=")[0].rsplit(".", 1)[-1] for line in comments if line.startswith("  algorithm.rollout_corr")]
+    assert told == ["bypass_mode", "loss_type", "rollout_is_batch_normalize"]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "file", "text", "seed"),
+    [
+        ("trl", "a.py", "GRPOConfig(beta=0)", "seed=42"),
+        ("openrlhf", "a.sh", "python3 -m x --l2 0", "seed=42"),
+        ("nemo_rl", "a.yaml", "grpo: {max_num_steps: 90}", "seed=42"),
+        ("openrlhf", "a.sh", "python3 -m x --seed 7", "seed=7"),
+    ],
+)
+def test_a_seed_is_that_of_the_file_or_the_default(
+    trainer: str, file: str, text: str, seed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert seed in converted(trainer, text, tmp_path / file, capsys)[0]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "file", "text", "told"),
+    [
+        (
+            "trl",
+            "a.py",
+            "GRPOConfig(max_steps=30, warmup_steps=50)",
+            "model.optim.sched.warmup_steps: the run there ends after 30 steps, within its warm-up of 50; a run",
+        ),
+        (
+            "verl",
+            "a.sh",
+            "python3 -m x actor_rollout_ref.rollout.n=1 data.train_batch_size=256",
+            f"{GRPO}.samples_per_prompt: 1 there; here the responses to a prompt are compared, so at least 2",
+        ),
+    ],
+)
+def test_what_a_plan_would_refuse_must_be_set(
+    trainer: str, file: str, text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides, comments = converted(trainer, text, tmp_path / file, capsys, code=2)
+    assert any(line.startswith(f"  {told}") for line in comments)
+    assert not any(one.startswith(told.split(":")[0]) for one in overrides)
+
+
+def test_engines_have_the_gpus_of_the_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "python3 -m x --actor_num_gpus_per_node 2 --vllm_tensor_parallel_size 2 --vllm_num_engines"
+    for engines, told in ((1, False), (3, True)):
+        overrides, comments = converted("openrlhf", f"{text} {engines}", tmp_path / "run.sh", capsys)
+        assert "rollout.engines=1" in overrides
+        assert any(line.startswith("rollout.engines=1 in place of 3, which have") for line in comments) == told
 
 
 def test_an_update_has_whole_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,6 +215,18 @@ def test_the_correction_of_trl_is_that_of_here(
     assert not any("vllm_importance" in line for line in comments)
 
 
+def test_a_correction_without_an_upper_bound_has_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """So the plan has no caution about a number that the user does not know."""
+    ends = "vllm_importance_sampling_clip_max=None, vllm_importance_sampling_clip_min=0.5"
+    overrides, _ = converted("trl", f"GRPOConfig(use_vllm=True, max_steps=9, {ends})", tmp_path / "train.py", capsys)
+    assert {f"{GRPO}.correction.{one}" for one in ("cap=null", "floor=0.5", "kind=sequence_mask")} <= set(overrides)
+    model = f"pretrained_checkpoint.restore_from_path={paper_model.write(tmp_path / 'model')}"
+    few = ["trainer.devices=8", "rollout.engines=8", model]
+    cfg = settings.load(["cluster=h100_4x8", *overrides, *few])
+    assert cfg.trainer.grpo.correction.cap is None
+    assert not [text for text in cautions(cfg) if "correction" in text]
+
+
 @pytest.mark.parametrize(
     ("trainer", "file", "text", "named"),
     [
@@ -171,6 +285,26 @@ def test_all_numbers_of_steps_of_trl_are_divided(tmp_path: Path, capsys: pytest.
             "trainer.total_epochs=15: 15 *",
         ),
         ("openrlhf", "a.sh", "python3 -m x --num_episodes 20", "train.num_episodes=20: 20 * (prompts"),
+        (
+            "openrlhf",
+            "a.sh",
+            "python3 -m x --num_episodes 2 --max_samples 1e4 --rollout_batch_size 8",
+            "train.num_episodes=2: 2 * min(data.max_samples=10000, prompts of the training data) / 8 steps, which",
+        ),
+        (
+            "verl",
+            "a.sh",
+            "python3 -m x data.train_max_samples=99 trainer.total_epochs=2 data.gen_batch_size=12"
+            " data.train_batch_size=4 algorithm.filter_groups.enable=True",
+            "trainer.total_epochs=2: 2 * min(data.train_max_samples=99, prompts of the training data) / 12 steps, which"
+            " also decide the schedule of the learning rate; the run there ends earlier",
+        ),
+        (
+            "nemo_rl",
+            "a.yaml",
+            "grpo: {num_prompts_per_step: 8, use_dynamic_sampling: true, batch_multiplier: 1.5}",
+            "grpo.max_num_epochs=1 (the default): 1 * (prompts of the training data) / 12 steps",
+        ),
         ("nemo_rl", "a.yaml", "grpo: {num_prompts_per_step: 8}", "grpo.max_num_epochs=1 (the default): 1 * (prompts"),
     ],
 )
@@ -304,7 +438,7 @@ def test_what_a_script_sets_elsewhere_is_not_lost(
 
 def test_steps_that_no_run_makes_are_no_number_of_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for steps, is_known in ((1000000, False), (100, True)):
-        text = f"grpo: {{max_num_epochs: 2, max_num_steps: {steps}}}"
+        text = f"defaults: grpo_math_1B.yaml\ngrpo: {{max_num_epochs: 2, max_num_steps: {steps}}}"
         (tmp_path / "grpo.yaml").write_text(text)
         assert cli.main(["convert", "nemo_rl", str(tmp_path / "grpo.yaml")]) == (0 if is_known else 2)
         printed = capsys.readouterr().out

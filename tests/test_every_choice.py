@@ -20,7 +20,7 @@ from nemo_prorl.algorithms.correction import rollout_correction
 from nemo_prorl.algorithms.reset_rules import replay
 from nemo_prorl.algorithms.schedule import learning_rate
 from nemo_prorl.batch import Batch, JudgedGroups
-from nemo_prorl.config import ConfigKey, ResetsConfig, SchedKeys, all_keys
+from nemo_prorl.config import ADVISING_RULES, RESET_RULES, ConfigKey, ResetsConfig, SchedKeys, all_keys
 from nemo_prorl.data.laptop.model import build_tokenizer
 from nemo_prorl.data.render import PromptRenderer
 from nemo_prorl.launcher.processes import MergedLog
@@ -119,8 +119,14 @@ def _steps_with_a_pass(cfg: DictConfig, _: Path) -> Any:
 
 
 def _spike(step: int) -> dict[str, float]:
-    """A validation that falls at step 110, one that does not rise, and a KL that jumps at step 100."""
-    line = {"kl": 0.01 if step < 100 else 0.09}
+    """A validation that falls at step 110, one that does not rise, and a KL that jumps at step 100, and more at 120.
+
+    From step 60 on, responses are longer and cut off, and the entropy is low.
+    """
+    line = {"kl": 0.01 if step < 100 else 0.09 if step < 120 else 9.0}
+    longer = step >= 60
+    line |= {"rollout/truncated": 0.5 * longer, "rollout/response_tokens": 90.0 * (1 + longer)}
+    line |= {"entropy": 0.1 if longer else 1.0}
     return line | ({"validation/a": 0.5 if step < 110 else 0.2, "validation/b": 0.4} if step % 10 == 0 else {})
 
 
@@ -129,7 +135,7 @@ def _asking_rules(cfg: DictConfig, _: Path) -> Any:
     lines = [{"step": step, **_spike(step)} for step in range(1, 141)]
     errors = {step: {"a": 0.01, "b": 0.01} for step in range(1, 141)}
     found = replay(lines, cast(Any, rules), errors, act=False)
-    assert {"validation_drop", "plateau", "kl_spike"} <= {finding.rule for finding in found}
+    assert {*RESET_RULES, *ADVISING_RULES} <= {finding.rule for finding in found}
     return sorted({finding.rule for finding in found if finding.asks})
 
 
@@ -138,14 +144,15 @@ def _parts(cfg: DictConfig, folder: Path) -> Parts:
 
 
 def _mode(cfg: DictConfig, folder: Path) -> Any:
-    """What a run does about a KL that jumps: (reasons of resets, alarms)."""
-    parts, reasons = _parts(cfg, folder), []
+    """What a run does about a KL that jumps: (resets, stops, alarms)."""
+    parts, reasons, stops = _parts(cfg, folder), [], []
     for step in range(1, 121):
         metrics = Metrics(step, "none")
         metrics.put("kl", _spike(step)["kl"])
         reasons.append(parts.resets.due(metrics))
+        stops.append(parts.resets.stop)
     alarms = [event for event in parts.records.events() if event["event"] == "alarm"]
-    return bool(any(reasons)), len(alarms)
+    return any(reasons), any(stops), len(alarms)
 
 
 def _what_is_reset(cfg: DictConfig, folder: Path) -> Any:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from nemo_prorl import cli, settings
+from nemo_prorl.data.laptop.model import build_tokenizer
 from nemo_prorl.migration.files import read
 from nemo_prorl.migration.rules import convert
 from tests import paper_model
@@ -430,6 +431,7 @@ def test_the_printed_command_can_be_planned(
     (tmp_path / "mine.jsonl").write_text(json.dumps(record) + "\n")
     data = [f"data.train=[{{name: mine, path: {tmp_path / 'mine.jsonl'}}}]", "data.validation=[]"]
     model = f"pretrained_checkpoint.restore_from_path={paper_model.write(tmp_path / 'model')}"
+    build_tokenizer(["How many?"]).save_pretrained(tmp_path / "model")
     run = [] if any(word.startswith("run_dir=") for word in overrides) else [f"run_dir={tmp_path / 'run'}"]
     assert cli.main(["plan", *overrides, *run, f"cluster={cluster}", model, functions, *data]) == 0
     shown = capsys.readouterr()

@@ -26,12 +26,13 @@ from nemo_prorl.planning.columns import columns
 
 _log = logging.getLogger(__name__)
 
-# No reset but the arm's own: an arm shows the effect of one decision.
+# No reset but the arm's own: an arm shows the effect of one decision.  Its steps count from 1.
 _ALL_ARMS = (
     "chain.after=null",
     "trainer.resets.at_steps=[]",
     "trainer.resets.every=null",
     "trainer.resets.mode=manual",
+    "trainer.trace_steps=[]",
 )
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t, two sides, of 2 to 10 runs
 _NORMAL95 = 1.96

@@ -172,7 +172,8 @@ def assert_equal_to_the_bit(undisturbed: Path, disturbed: Path) -> None:
     assert rollouts[0] == rollouts[1]
     assert (disturbed / "metrics.lost.jsonl").is_file()  # step 3 stood in no checkpoint
     resets = [(e["event"], e["step"]) for e in events_of(disturbed) if e["event"].startswith("reset")]
-    assert resets == [("reset_intent", 2), ("reset_commit", 2)]
+    # A reset that is killed before its checkpoint is complete is begun again.
+    assert list(dict.fromkeys(resets)) == [("reset_intent", 2), ("reset_commit", 2)]
 
 
 def test_a_run_can_be_asked_why(undisturbed: Path, disturbed: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -317,7 +318,7 @@ def test_an_automatic_reset_on_two_ranks_survives_a_kill(root: Path, undisturbed
     overrides += [f"trainer.resets.rules.{rule}" for rule in rules]
     first = Job(root, run, *overrides, kill_at="reset:optimizer")
     assert first.wait() == 1, first.text()
-    assert [e["event"] for e in events_of(run)][-1] == "reset_intent"
+    assert [e["event"] for e in events_of(run)][-2:] == ["reset_intent", "failure"]
     again = Job(root, run, *overrides)
     assert again.wait() == 0, again.text()
     commits = [e for e in events_of(run) if e["event"] == "reset_commit"]

@@ -81,12 +81,15 @@ def test_finished_arms_are_compared_and_nothing_is_started(
     def started(cfg: Any, text: str) -> int:
         resets = cfg.trainer.resets  # an arm has no other reset than its own
         assert (resets.mode, resets.every, list(resets.at_steps), cfg.chain.after) == ("manual", None, [], None)
+        assert list(cfg.trainer.trace_steps) == []
         raise AssertionError("an arm was started")
 
     monkeypatch.setattr(job, "run", started)
     (tmp_path / "checkpoints" / "step-000004").mkdir(parents=True)
     monkeypatch.setattr(fork, "chosen_checkpoint", lambda run_dir, which: run_dir / "checkpoints" / "step-000004")
-    parent = settings.load([f"run_dir={tmp_path}", "trainer.resets.every=3", "trainer.resets.at_steps=[2]"])
+    parent = settings.load(
+        [f"run_dir={tmp_path}", "trainer.resets.every=3", "trainer.resets.at_steps=[2]", "trainer.trace_steps=[20]"]
+    )
     (tmp_path / "config.yaml").write_text(settings.resolved_yaml(parent))
     for arm, score in (("none", 0.25), ("reset", 0.5)):
         validated(tmp_path / "forks" / "4" / arm, {10: {"a": score}}, 2e6)

@@ -1,6 +1,5 @@
 """Preparation of a run before any engine or rank starts: check the data and the node, make the first model."""
 
-import json
 import logging
 import os
 import shutil
@@ -31,7 +30,6 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
         UnfitMachine: the node lacks something that the run needs.
         DataError: a record is wrong.
     """
-    from nemo_prorl.checks import check_shape
     from nemo_prorl.config_changes import changes
     from nemo_prorl.data.blend import load_sources, of_tasks
     from nemo_prorl.launcher.doctor.network import wandb_fault
@@ -69,7 +67,7 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
         # config.yaml is written last: an earlier start failed, perhaps with other data
         shutil.rmtree(run_dir / "init", ignore_errors=True)
     folder = make_initial_model(cfg, run_dir, every_task, start)
-    check_shape(cfg.model, json.loads((folder / "config.json").read_text()), str(folder))
+    check_weights(cfg, folder)
     check_prompts(cfg, every_task, train, validation, folder).tell()
     for name in ("logs", "endpoints", "checkpoints"):
         (run_dir / name).mkdir(exist_ok=True)
@@ -95,17 +93,29 @@ def check_beginning(cfg: DictConfig) -> None:
         raise ConfigError(fault)
 
 
+def check_weights(cfg: DictConfig, folder: Path) -> None:
+    """Raise ConfigError if the key `model`, config.json and the weights of a model folder are not of one shape."""
+    from nemo_prorl.checks import check_shape
+    from nemo_prorl.data.hf_config import read_config, weights_fault
+
+    check_shape(cfg.model, read_config(folder), str(folder))
+    if fault := weights_fault(folder):
+        raise ConfigError(fault)
+
+
 def start_faults(cfg: DictConfig) -> Iterator[tuple[ProrlError, bool]]:
     """Yield each error with which `prorl train` would refuse the run, and whether another machine may not have it.
 
     `settings.load_run` and `check_files` find other errors, `check_node` those of the machine.
     """
     from nemo_prorl.config_changes import check_same_run
+    from nemo_prorl.data.hf_config import weights_fault
     from nemo_prorl.data.hub import will_be_completed
     from nemo_prorl.data.prepared import faults, is_elsewhere
     from nemo_prorl.data.render import tokenizer_fault
     from nemo_prorl.launcher.doctor.network import wandb_fault
     from nemo_prorl.lifecycle.retention import check_continuable, complete
+    from nemo_prorl.planning.prompts import template_fault
     from nemo_prorl.settings import read_config
 
     run_dir = Path(cfg.run_dir)
@@ -118,8 +128,12 @@ def start_faults(cfg: DictConfig) -> Iterator[tuple[ProrlError, bool]]:
         yield error, False
     yield from ((ConfigError(fault), is_elsewhere(cfg)) for fault in faults(cfg))
     given = cfg.pretrained_checkpoint.restore_from_path
-    if given and not will_be_completed(Path(given)) and (fault := tokenizer_fault(Path(given))):
-        yield ConfigError(f"pretrained_checkpoint.restore_from_path={fault}"), False
+    if given and not will_be_completed(folder := Path(given)):
+        if fault := tokenizer_fault(folder) or (template_fault(cfg.data, folder) or weights_fault(folder)):
+            yield ConfigError(f"pretrained_checkpoint.restore_from_path={fault}"), False
+        if not any(folder.glob("*.safetensors")):
+            fault = f"pretrained_checkpoint.restore_from_path={folder}: no weights (*.safetensors)"
+            yield ConfigError(f"{fault}. Fix: copy the model's weights into it"), True
     if fault := run_dir_fault(run_dir):
         yield ConfigError(fault), _nearest(run_dir) == Path(run_dir.absolute().anchor)
     if fault := wandb_fault(cfg, os.environ):

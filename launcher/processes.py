@@ -112,7 +112,7 @@ class Child:
     process: subprocess.Popen[str] | None = None
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=30))
     _ended: list[float] = field(default_factory=list)
-    _raised_before: str | None = None  # exception that ended the process before this one
+    _raised_before: list[str] | None = None  # words of the exception that ended the process before this one
     _restart_at: float = 0.0
     _kill_at: float = 0.0  # monotonic time at which a requested stop becomes a kill; 0: none was requested
     _log_failed: bool = False
@@ -235,8 +235,9 @@ class Child:
         Raises NeverServed if the same exception ended the process before, and `has_served` is still false.
         """
         cause = self.raised if status > 0 else None
-        before, self._raised_before = self._raised_before, cause
-        if cause is not None and cause == before and self.has_served is not None and not self.has_served():
+        words = None if cause is None else sorted(re.findall(r"\w+", cause))  # a set is printed in any order
+        before, self._raised_before = self._raised_before, words
+        if words is not None and words == before and self.has_served is not None and not self.has_served():
             raise NeverServed(
                 f"{self.name} ended twice with the same exception before any response was generated: {cause};"
                 f" its log is {self.log_file}"

@@ -14,6 +14,14 @@ from nemo_prorl.lifecycle.run_records import Journal
 from nemo_prorl.planning.bisect import norms_of
 from nemo_prorl.planning.columns import columns
 
+# Beginnings of keys without effect on stored responses with their verdicts.
+_STORED = (
+    *("run_dir", "stage", "seed", "chain.", "data.", "rewards.", "rollout.", "pretrained_checkpoint."),
+    *(f"trainer.{part}" for part in ("warmup.", "deadlines.")),
+    *(f"trainer.resets.{key}" for key in ("mode", "at_steps", "every", "rules", "roll_back")),
+    *(f"trainer.grpo.{key}" for key in ("samples_per_prompt", "prompts_per_step", "temperature", "dynamic_sampling")),
+    *(f"trainer.grpo.{key}" for key in ("validat", "checkpoint", "keep_", "save_rollout")),
+)
 _COMPARED = ("policy/loss", "policy/grad_norm", "policy/kl", "policy/clipped_high", "policy/max_ratio", "kl", "entropy")
 
 
@@ -43,6 +51,11 @@ def run(args: argparse.Namespace) -> int:
     first, last = args.first, args.first if args.last is None else args.last
     if not 1 <= first <= last:
         raise ConfigError(f"--from={first} --to={last}: expected steps with 1 <= A <= B")
+    if stored := [word for word in args.changed if word.lstrip("+~").startswith(_STORED)]:
+        raise ConfigError(
+            f"--with {stored[0]}: expected a key of the loss, the optimizer or the shaping of rewards; prompts,"
+            " responses and verdicts are those that the run stored"
+        )
     folder = run_dir / "replays" / f"{first}-{last}"
     if code := train_again(run_dir, folder, first, last, args.changed):
         return code

@@ -12,7 +12,9 @@ from omegaconf import DictConfig
 from nemo_prorl.checks import check_shape
 from nemo_prorl.config import Config
 from nemo_prorl.data import parquet as tables
+from nemo_prorl.data.hf_config import weights_fault
 from nemo_prorl.data.prepared import missing_files, task_of
+from nemo_prorl.errors import ConfigError
 from nemo_prorl.files import objects_in
 from nemo_prorl.launcher.doctor.check import Check, NoAnswer, ask
 from nemo_prorl.lifecycle.base_model import initial_model
@@ -57,6 +59,8 @@ def check_model(cfg: DictConfig) -> Iterator[Check]:
     try:
         config = json.loads((folder / "config.json").read_text())
         check_shape(cfg.model, config, str(folder))
+        if fault := weights_fault(folder) or ("no *.safetensors" if not any(folder.glob("*.safetensors")) else None):
+            raise ConfigError(fault)
         generation = json.loads(generation_file.read_text()) if generation_file.is_file() else {}
     except (OSError, ValueError) as error:
         cure = (

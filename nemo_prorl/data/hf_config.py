@@ -3,6 +3,8 @@
 Uses the standard library only, so that an unsupported model is refused before a GPU is allocated.
 """
 
+import json
+from pathlib import Path
 from typing import Any
 
 from nemo_prorl.errors import ConfigError
@@ -90,6 +92,91 @@ def check_computed(hf: dict[str, Any], whose: str) -> None:
                 " the actor's log-probabilities would not be the engine's. Fix: use another model, or set this key"
                 " to null if no context is longer than the model's context before rope scaling"
             )
+
+
+def tensor_shapes(hf: dict[str, Any], whose: str) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor of a model by its Hugging Face name.
+
+    Raises ConfigError: as `model_keys`, or vocab_size is missing.
+    """
+    keys, vocab = model_keys(hf, whose), _size(hf, "vocab_size", whose)
+    hidden, ffn, heads = keys["hidden_size"], keys["ffn_hidden_size"], keys["num_attention_heads"]
+    size = hf.get("head_dim") or hidden // heads
+    queries, values = heads * size, keys["num_query_groups"] * size
+    layer: dict[str, tuple[int, ...]] = {
+        **{f"{norm}_layernorm.weight": (hidden,) for norm in ("input", "post_attention")},
+        **{f"self_attn.{x}_proj.weight": (queries if x == "q" else values, hidden) for x in "qkv"},
+        "self_attn.o_proj.weight": (hidden, queries),
+        **{f"mlp.{x}_proj.weight": (ffn, hidden) for x in ("gate", "up")},
+        "mlp.down_proj.weight": (hidden, ffn),
+    }
+    if keys["qkv_bias"]:
+        layer |= {f"self_attn.{x}_proj.bias": (queries if x == "q" else values,) for x in "qkv"}
+    if keys["qk_layernorm"]:
+        layer |= {f"self_attn.{x}_norm.weight": (size,) for x in "qk"}
+    shapes = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
+    if not keys["share_embeddings_and_output_weights"]:
+        shapes["lm_head.weight"] = (vocab, hidden)
+    names = ((n, name) for n in range(keys["num_layers"]) for name in layer)
+    return {**shapes, **{f"model.layers.{n}.{name}": layer[name] for n, name in names}}
+
+
+def weights_fault(folder: Path) -> str | None:
+    """Return how the weights in a model folder differ from its config.json, and the cure; None if they do not.
+
+    Only the headers of the *.safetensors files are read.  Without such files there is no fault.
+
+    Raises ConfigError: config.json cannot be read, or the actor does not support the model.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            found |= _shapes_in(file)
+        except (OSError, ValueError, KeyError) as error:
+            return f"{file}: expected a whole file in the safetensors format ({error}). Fix: copy it again"
+    if not found:
+        return None
+    wanted = tensor_shapes(read_config(folder), str(folder / "config.json"))
+    more = [name for name in found if name not in wanted and not name.endswith(_WITHOUT_EFFECT)]
+    if lacking := [name for name in wanted if name not in found]:
+        fault = f"{len(lacking)} tensors that config.json asks for are missing, such as {lacking[0]}"
+    elif more:
+        fault = f"{len(more)} tensors that config.json does not have, such as {min(more)}"
+    else:
+        wrong = next((name for name, shape in wanted.items() if found[name] != shape), None)
+        if wrong is None:
+            return None
+        fault = f"{wrong} has the shape {list(found[wrong])}; config.json asks for {list(wanted[wrong])}"
+    return f"{folder}: the weights are not of this config.json: {fault}. Fix: config.json and weights of one model"
+
+
+# Tensors that older versions of transformers wrote, and the output layer where it shares the embedding's weights.
+_WITHOUT_EFFECT = ("rotary_emb.inv_freq", "lm_head.weight")
+
+
+def _shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors in a safetensors file.  Raises ValueError if the file is not whole."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if not 0 < length <= (room := file.stat().st_size - 8):
+            raise ValueError("its header is cut off")
+        header = json.loads(opened.read(length))
+    header.pop("__metadata__", None)
+    if length + max((tensor["data_offsets"][1] for tensor in header.values()), default=0) > room:
+        raise ValueError("its end is cut off")
+    return {name: tuple(tensor["shape"]) for name, tensor in header.items()}
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the content of a model folder's config.json.  Raises ConfigError if it is missing or not JSON."""
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"{folder}: expected a Hugging Face model folder; it has no config.json")
+    try:
+        config: dict[str, Any] = json.loads(file.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{file}: expected JSON: {error}. Fix: copy the model's file again") from error
+    return config
 
 
 def rope_settings(hf: dict[str, Any]) -> dict[str, Any]:

@@ -25,6 +25,13 @@ def prompt_form(data: DataConfig, model: str | None) -> str:
     return listed if not isinstance(shown, str) else f"text {shown!r}; messages {listed}"
 
 
+def template_fault(data: DataConfig, folder: Path) -> str | None:
+    """Return that a model folder has no chat template, and the cure, if all prompts of a run go through it."""
+    if data.prompt != "chat" or _template(folder) is not None:
+        return None
+    return f"{folder}: the tokenizer has no chat template for data.prompt=chat. Fix: data.prompt=text, or another model"
+
+
 def _through_template(messages: Any, model: str | None) -> str:
     if model is not None and tokenizer_fault(Path(model)):
         return "refused: the model folder has no tokenizer"

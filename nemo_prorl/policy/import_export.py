@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.state_dict_saver import save as torch_distributed_save
 
 from nemo_prorl.data.hf_config import model_keys
-from nemo_prorl.errors import CheckpointError, ConfigError
+from nemo_prorl.errors import CheckpointError
 from nemo_prorl.policy.plain_files import check_metadata
 from nemo_prorl.policy.weights import HFFolder, Rule, Shape, rule_of
 
@@ -158,25 +158,10 @@ class _FolderPlanner(DefaultSavePlanner):
         return part.rule.to_local(tensors, self.shape, 0, 1).to(self.dtype).reshape(part.sizes)
 
 
-def _check(folder: HFFolder, parts: list[Part], shape: Shape) -> None:
-    for part in parts:
-        wanted = part.rule.to_hf([torch.empty(part.shape, device="meta")], shape)
-        for name, tensor in zip(part.rule.hf, wanted, strict=True):
-            size = folder.size(name) if name in folder.names() else "nothing"
-            if size != tuple(tensor.shape):
-                raise ConfigError(
-                    f"{folder.path}: {name}: expected shape {tuple(tensor.shape)}, from config.json; got {size}"
-                )
-
-
 def write_policy(out: Path, folder: HFFolder, dtype: torch.dtype) -> None:
-    """Write the weights of a Hugging Face folder in Megatron's distributed format to the folder `out`.
-
-    Raises ConfigError: a tensor is missing, or its size differs from config.json.
-    """
+    """Write the weights of a Hugging Face folder in Megatron's distributed format to the folder `out`."""
     vocab = -(-folder.config["vocab_size"] // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     parts = parts_of(folder.config, vocab)
-    _check(folder, parts, Shape.of(folder.config, vocab))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch warns about the missing process group, which is intended
         torch_distributed_save(

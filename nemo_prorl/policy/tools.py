@@ -9,9 +9,11 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from nemo_prorl import settings
+from nemo_prorl.data.render import tokenizer_fault
 from nemo_prorl.errors import ConfigError, DamagedCheckpoint
 from nemo_prorl.files import TEMPORARY, new_folder, write_json
 from nemo_prorl.lifecycle.checkpoints import ImportedState
@@ -30,6 +32,8 @@ def import_hf(hf_dir: Path, out: Path) -> None:
     """
     _refuse_existing(out)
     folder = HFFolder(hf_dir)
+    if fault := tokenizer_fault(folder.path):
+        _log.warning("a run would refuse %s", fault)
     with new_folder(out) as temporary:
         write_policy(temporary, folder, dtype_of(folder.config))
         copy_without_weights(folder.path, temporary / "hf")
@@ -49,7 +53,9 @@ def import_hf(hf_dir: Path, out: Path) -> None:
 
 
 def export_hf(checkpoint_dir: Path, out: Path, which: str = "newest") -> None:
-    """Write a checkpoint's policy as a new Hugging Face folder, in the dtype of the model that the run began with.
+    """Write a checkpoint's policy as a new Hugging Face folder, in the dtype in which the run's engines generated.
+
+    It is then the policy that was trained and validated.  An imported checkpoint has the dtype of its model.
 
     Args:
         checkpoint_dir: RUN/checkpoints/step-N, an imported checkpoint, or a run directory.
@@ -62,7 +68,7 @@ def export_hf(checkpoint_dir: Path, out: Path, which: str = "newest") -> None:
     _refuse_existing(out)
     folder, source = _find(checkpoint_dir, which)
     hf = HFFolder(source, need_weights=False)
-    write_hf_folder(out, _policy(folder, hf), hf.path, dtype_of(hf.config))
+    write_hf_folder(out, _policy(folder, hf), hf.path, _engine_dtype(folder) or dtype_of(hf.config))
     _log.info("%s: wrote a Hugging Face folder with the policy of %s", out, folder)
 
 
@@ -78,6 +84,14 @@ def _policy(folder: Path, hf: HFFolder) -> Iterator[tuple[str, Tensor]]:
             f"{folder}/state.json: weights_sha256={state['weights_sha256']}: the weights in the checkpoint have sha256"
             f" {digests.sha256()}, so they were changed after the save",
         )
+
+
+def _engine_dtype(folder: Path) -> torch.dtype | None:
+    """Return `rollout.dtype` of the run that wrote a checkpoint; None outside of a run."""
+    config = folder.resolve().parent.parent / "config.yaml"
+    if (folder / "hf").is_dir() or not config.is_file():
+        return None
+    return getattr(torch, str(settings.read_config(config).rollout.dtype), None)
 
 
 def _refuse_existing(out: Path) -> None:

@@ -18,9 +18,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from nemo_prorl.data.hf_config import check_computed
+from nemo_prorl.data.hf_config import check_computed, read_config, weights_fault
 from nemo_prorl.errors import ConfigError
-from nemo_prorl.files import new_folder
+from nemo_prorl.files import new_folder, write_json
 
 
 @dataclass(frozen=True)
@@ -174,10 +174,10 @@ class HFFolder:
         Raises ConfigError: the folder lacks config.json or weights, or its model is not supported.
         """
         self.path = Path(folder)
-        if not (self.path / "config.json").is_file():
-            raise ConfigError(f"{self.path}: expected a Hugging Face model folder; it has no config.json")
-        self.config: dict[str, Any] = json.loads((self.path / "config.json").read_text())
+        self.config = read_config(self.path)
         check_computed(self.config, str(self.path / "config.json"))
+        if need_weights and (fault := weights_fault(self.path)):
+            raise ConfigError(fault)
         self._file_of: dict[str, Path] = {}
         for file in sorted(self.path.glob("*.safetensors")):
             with safe_open(file, "pt") as f:
@@ -185,19 +185,12 @@ class HFFolder:
         if need_weights and not self._file_of:
             raise ConfigError(f"{self.path}: expected weights; got no *.safetensors file with a tensor in it")
 
-    def names(self) -> set[str]:
-        return set(self._file_of)
-
     def tensor(self, name: str) -> Tensor:
         """Return a whole tensor in the file's dtype, on the CPU.  A missing tensor raises KeyError with the folder."""
         if name not in self._file_of:
             raise KeyError(f"{self.path} has no tensor {name}")
         with safe_open(self._file_of[name], "pt") as f:
             return f.get_tensor(name)
-
-    def size(self, name: str) -> tuple[int, ...]:
-        with safe_open(self._file_of[name], "pt") as f:
-            return tuple(f.get_slice(name).get_shape())
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name in sorted(self._file_of):
@@ -236,11 +229,15 @@ def write_hf_folder(folder: Path, tensors: Iterator[tuple[str, Tensor]], like: P
 
     Args:
         like: folder from which config and tokenizer are copied.
-        dtype: all tensors are converted to it; None: each keeps its dtype.
+        dtype: all tensors are converted to it, and config.json names it; None: each keeps its dtype.
     """
-    layers = json.loads((like / "config.json").read_text())["num_hidden_layers"]
+    config = read_config(like)
+    layers = config["num_hidden_layers"]
     with new_folder(folder) as temporary:
         copy_without_weights(like, temporary)
+        if dtype not in (None, dtype_of(config)):
+            key = "dtype" if "dtype" in config else "torch_dtype"
+            write_json(temporary / "config.json", {**config, key: str(dtype).removeprefix("torch.")})
         _write_safetensors(temporary / "model.safetensors", tensors, dtype, room=_HEADER_BYTES * (layers + 1))
 
 

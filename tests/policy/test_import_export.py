@@ -79,9 +79,7 @@ def without(name: str, folder: Path) -> None:
 def test_a_model_without_all_its_tensors_is_not_imported(tmp_path: Path) -> None:
     write_model(tmp_path / "model", QWEN2)
     without("model.layers.2.mlp.up_proj.weight", tmp_path / "model")
-    with pytest.raises(
-        ConfigError, match=r"model\.layers\.2\.mlp\.up_proj\.weight: expected shape \(96, 64\).*got nothing"
-    ):
+    with pytest.raises(ConfigError, match=r"are missing, such as model\.layers\.2\.mlp\.up_proj\.weight"):
         import_hf(tmp_path / "model", tmp_path / "imported")
     assert not (tmp_path / "imported").exists()
 
@@ -91,9 +89,8 @@ def test_a_tensor_of_another_size_than_config_json_says_is_named(tmp_path: Path)
     tensors = load_file(tmp_path / "model" / "model.safetensors")
     tensors["model.layers.1.self_attn.o_proj.weight"] = torch.zeros(64, 48)
     save_file(tensors, tmp_path / "model" / "model.safetensors")
-    with pytest.raises(
-        ConfigError, match=r"layers\.1\.self_attn\.o_proj\.weight: expected shape \(64, 64\).*got \(64, 48\)"
-    ):
+    told = r"layers\.1\.self_attn\.o_proj\.weight has the shape \[64, 48\]; config.json asks for \[64, 64\]"
+    with pytest.raises(ConfigError, match=told):
         import_hf(tmp_path / "model", tmp_path / "imported")
 
 

@@ -139,8 +139,8 @@ def round_trip(folder: Path) -> str:
         import_hf(folder, Path(temporary) / "imported")
         export_hf(Path(temporary) / "imported", Path(temporary) / "again")
         first, again = (HFFolder(path) for path in (folder, Path(temporary) / "again"))
-        same = first.names() == again.names() and sha256_of(first.tensors()) == sha256_of(again.tensors())
-    return f"import and export: {len(first.names())} tensors, {'equal to the bit' if same else 'DIFFERENT'}"
+        names, same = [name for name, _ in first.tensors()], sha256_of(first.tensors()) == sha256_of(again.tensors())
+    return f"import and export: {len(names)} tensors, {'equal to the bit' if same else 'DIFFERENT'}"
 
 
 def main() -> None:

@@ -42,6 +42,7 @@ def add_parser(commands: Any) -> None:
 class Tokens(NamedTuple):
     """Log-probabilities of one response's tokens: of the engine, the trainer, and in float64."""
 
+    number: int  # among all responses of the step
     name: str
     engine: "Tensor"
     trainer: "Tensor"
@@ -72,8 +73,41 @@ def run(args: argparse.Namespace) -> int:
     summary = judge_again(rollout_files(folder / "rollouts"))
     if summary.changed:
         off.append(f"rewards: {summary.changed} verdicts differ when the responses are judged again")
+    show(run_dir, folder, step, found)
     sys.stdout.write("\n".join([*summary.lines(), *(f"off: {one}" for one in off or ["nothing"])]) + "\n")
     return 1 if off else 0
+
+
+def show(run_dir: Path, folder: Path, step: int, found: Sequence[Tokens]) -> None:
+    """Write the page of the examined responses, with their tokens, verdicts and advantages."""
+    from safetensors.torch import load_file
+    from transformers import AutoTokenizer
+
+    from nemo_prorl.lifecycle.batches import read_batch
+    from nemo_prorl.replay_training import LOGPROBS
+    from nemo_prorl.report.tokens import ShownResponse, write_page
+
+    decode = AutoTokenizer.from_pretrained(folder / "policy", local_files_only=True).decode
+    every = [(group, k) for group in read_batch(run_dir, step) for k in range(len(group.responses))]
+    advantage_B = load_file(folder / LOGPROBS)["advantage"].tolist()
+    shown = []
+    for one in found:
+        group, k = every[one.number]
+        verdict, tokens = group.verdicts[k], [decode([token]) for token in group.responses[k].token_ids]
+        heading = f"{one.name}, {group.task} {group.prompt_id}: score {verdict['score']}, advantage"
+        shown.append(
+            ShownResponse(
+                heading=f"{heading} {advantage_B[one.number]:.4g}",
+                prompt=decode(group.prompt_ids),
+                detail=verdict["detail"],
+                tokens=tokens,
+                engine=one.engine.tolist(),
+                trainer=one.trainer.tolist(),
+                exact=one.exact.tolist(),
+            )
+        )
+    write_page(page := folder / "tokens.html", f"{run_dir.name}, step {step}", shown)
+    _log.info("their tokens with the probabilities of engine and trainer: %s", page)
 
 
 def trainer_dtype(cfg: Any) -> str:
@@ -125,7 +159,7 @@ def exact(
         logp_T = logp_TV.gather(1, torch.tensor(tokens)[:, None])[:, 0]
         engine_T = torch.tensor(group.responses[k].logprobs, dtype=torch.float64)
         name = f"response {k} of draw {group.draw_index}"
-        made.append(Tokens(name, engine_T, trainer[str(number)].double(), logp_T))
+        made.append(Tokens(number, name, engine_T, trainer[str(number)].double(), logp_T))
     return made
 
 

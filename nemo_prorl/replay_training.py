@@ -35,7 +35,7 @@ from nemo_prorl.lifecycle.tolerances import kl_after_reset
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.sizing.flops import UpdateSpeed
 from nemo_prorl.sizing.memory import ModelShape
-from nemo_prorl.trainer import Trainer, TrainerState
+from nemo_prorl.trainer import Trainer, TrainerState, advantages
 
 PLAN = "replay.json"
 LOGPROBS = "logprobs.safetensors"
@@ -148,11 +148,11 @@ def replay(cfg: Config, folder: Path) -> None:
 def write_evidence(cfg: Config, folder: Path, policy: Any, rollouts: Any, step: int) -> None:
     """Write the policy before a step, the trainer's log-probabilities, and all responses with verdicts.  A collective.
 
-    The files in `folder`: policy/ (Hugging Face), logprobs.safetensors (of each response by its number), and
-    rollouts/step-N.jsonl.
+    The files in `folder`: policy/ (Hugging Face), logprobs.safetensors (of each response by its number; and
+    `advantage`, of all responses), and rollouts/step-N.jsonl.
     """
-    ranks = policy.actor.data_ranks
-    judged = rollouts.collect(Metrics(step, cfg.stage))
+    ranks, metrics = policy.actor.data_ranks, Metrics(step, cfg.stage)
+    judged = rollouts.collect(metrics)
     rows, numbers = judged.rows, judged.rows_of_updates(cfg.trainer.grpo.updates_per_step, ranks.size)[ranks.rank]
     logp_BT, _ = policy.actor.logprobs(judged.batch())
     bounds = zip(torch.cat(numbers).tolist(), rows.prompt_B.tolist(), rows.length_B.tolist(), strict=True)
@@ -160,7 +160,7 @@ def write_evidence(cfg: Config, folder: Path, policy: Any, rollouts: Any, step: 
     every = {name: value for part in ranks.gather(own) for name, value in part.items()}
     rank.write_policy(policy, folder / "policy")
     if policy.leader.rank == 0:
-        save_file(every, folder / LOGPROBS)
+        save_file({**every, "advantage": advantages(judged, cfg.trainer.grpo, metrics)}, folder / LOGPROBS)
         groups = read_batch(rollouts.run_dir, step)
         write_rollouts(folder, step, groups, set(judged.draws), policy.renderer.judged_text)
 

@@ -203,6 +203,9 @@ def test_an_audit_names_the_side_that_is_off(
         [line] = [line.split() for line in told.splitlines() if line.startswith(side)]
         assert line[1] == "float32"
         assert 0.0 < float(line[2]) < 1e-5
+    page = (undisturbed / "audits" / "3" / "tokens.html").read_text()
+    assert page.count("<h2>response ") == 4
+    assert len(set(re.findall("advantage (-?[0-9.]+)", page))) > 1
     run = tmp_path / "run"
     shutil.copytree(undisturbed, run, symlinks=True)
     groups, file = read_batch(run, 3), batch_file(run / "batches", 3)

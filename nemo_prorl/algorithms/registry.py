@@ -1,4 +1,7 @@
-"""Functions that a configuration chooses by name: losses, advantages, reset rules.  No torch is imported here."""
+"""Functions that a configuration chooses by name.  No torch is imported here.
+
+Those that come with the project are in `objectives` (losses), `advantages` and `reset_rules`.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar

@@ -1,4 +1,7 @@
-"""One evaluation from its options to results.json: checks, engines and reward server, sampling and judging."""
+"""One evaluation from its options to results.json: checks, engines and reward server, sampling and judging.
+
+Engines, reward server and their supervisor are those of a run, without a trainer (`evaluation.services`).
+"""
 
 import asyncio
 import logging

@@ -2,7 +2,7 @@
 
 One `Rule` per kind of parameter, found by the parameter's name, says from which Hugging Face tensors the parameter is
 made, how these are joined, and along which dimension the result is cut over tensor ranks.  `Rule.to_local` and
-`Rule.to_hf` are exact inverses.
+`Rule.to_hf` are exact inverses.  A new family of models needs a rule here, and its shape in `data.hf_config`.
 """
 
 import hashlib

@@ -212,7 +212,7 @@ class Collector:
             batch.dropped.append(group)
 
     def drop(self) -> None:
-        """Discard the groups that were left for the next step."""
+        """Discard the surplus groups that were left for the next step, at a roll-back."""
         self._surplus = []
 
     def waiting(self) -> str:

@@ -1,5 +1,7 @@
 """Weight publication: versioned safetensors files in shared memory.  A file gets its final name once complete.
 
+`rollout.rollouts` writes them, and the engines of the node load them (`rollout.engine.weight_load`).
+
 There is one folder per run and user on a node, with a marker file.  Only files named like published weights, in a
 folder with that marker, are ever deleted.
 """

@@ -1,8 +1,12 @@
 """The paper's base model, DeepSeek-R1-Distill-Qwen-1.5B, as far as checks of a configuration read it."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
+
+from nemo_prorl.data.hf_config import tensor_shapes
+from nemo_prorl.errors import ConfigError
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen2",
@@ -20,8 +24,27 @@ CONFIG: dict[str, Any] = {
 
 
 def write(folder: Path, **changes: Any) -> Path:
-    """Writes config.json and an empty file of weights into a new or existing folder; returns the folder."""
+    """Writes config.json and a file of weights without content into a new or existing folder; returns the folder."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG | changes))
-    (folder / "model.safetensors").touch()
+    write_hollow(folder)
     return folder
+
+
+def write_hollow(folder: Path) -> None:
+    """Writes weights of the folder's config.json in bf16: a hole in the file, which reads as zeros.
+
+    A model that is not supported gets a file without tensors.
+    """
+    try:
+        shapes = tensor_shapes(json.loads((folder / "config.json").read_text()), "config.json")
+    except (ConfigError, KeyError, TypeError):
+        shapes = {}
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)

@@ -34,6 +34,7 @@ from tests.data.preparing import SUMS, TEST, touch_prepared, write
 from tests.data.test_prepare_judge import MODEL, Judge, pairs
 from tests.evaluation.test_evaluate import Address
 from tests.launcher.test_chain import Slurm, finish
+from tests.paper_model import write_hollow
 from tests.policy.models import MODELS, QWEN2, write_model
 from tests.report.made import evaluation, make_run
 from tests.rewards.test_scaffold import COMMANDS as OF_THE_PLUGIN_PAGE
@@ -205,7 +206,7 @@ def prepared(place: Path) -> None:
     half_billion = place / "models" / "SmolLM2-135M-Instruct"
     half_billion.mkdir(parents=True)
     (half_billion / "config.json").write_text(json.dumps(QWEN_0P5B))
-    (half_billion / "model.safetensors").touch()
+    write_hollow(half_billion)
 
 
 def with_model(words: Words, folder: Path) -> Words:

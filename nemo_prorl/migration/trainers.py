@@ -78,6 +78,8 @@ def _verl_advantage(made: Converted) -> None:
     known = {"grpo": "group_norm", "grpo_vectorized": "group_norm", "rloo": "leave_one_out"}
     known |= {"rloo_vectorized": "leave_one_out", "reinforce_plus_plus_baseline": "reinforce_pp_baseline"}
     known |= {"grpo": "mean_only", "grpo_vectorized": "mean_only"} if by_std is False else {}
+    if kind in known and "algorithm.gamma" in made.rest:  # only gae and reinforce_plus_plus discount
+        tell_unused(made, {"algorithm.gamma": take("algorithm.gamma")}, f"with adv_estimator={kind}")
     made.choose(ADVANTAGE, "algorithm.adv_estimator", kind, known, "group_norm")
     tell_token_weights(made, f"algorithm.adv_estimator={kind}")
 
@@ -92,6 +94,8 @@ def _verl_loss(made: Converted, actor: str) -> None:
     if kind == "gspo" and mode != "seq-mean-token-mean":
         made.notes.append(f"loss_agg_mode={mode} has no effect there with loss_mode=gspo, which averages responses")
         mode = "seq-mean-token-mean"
+    if mode == "token-mean":
+        mode = _mean_of_micro_batches(made, actor)
     modes = {"token-mean": "token", "seq-mean-token-mean": "sequence", "seq-mean-token-sum-norm": "constant"}
     made.choose(AGGREGATION, "loss_agg_mode", mode, modes, "constant")
     factor = made.take(f"{actor}.loss_scale_factor")
@@ -106,11 +110,30 @@ def _verl_loss(made: Converted, actor: str) -> None:
         made.notes.append(f"loss_scale_factor={factor} has no effect there with loss_agg_mode={mode}")
 
 
+def _mean_of_micro_batches(made: Converted, actor: str) -> str:
+    """Return the mode that is verl's token-mean: its actor divides by the tokens of each micro-batch."""
+    if made.overrides.get("model.micro_batch_size") == 1 and not made.rest.get(f"{actor}.use_dynamic_bsz"):
+        made.notes.append(
+            f"{actor}.loss_agg_mode=token-mean with ppo_micro_batch_size_per_gpu=1 divides each response by its own"
+            f" tokens there: {AGGREGATION}=sequence"
+        )
+        return "seq-mean-token-mean"
+    made.differs.append(
+        f"{actor}.loss_agg_mode=token-mean: verl's FSDP and Megatron actors average over the tokens of a micro-batch,"
+        " then over micro-batches; here the average is over the tokens of the whole update"
+    )
+    return "token-mean"
+
+
 def _verl_sampling(made: Converted) -> None:
     take = made.take
     tokens, penalty = take("overlong_buffer_cfg.len"), take("overlong_buffer_cfg.penalty_factor")
     if take("overlong_buffer_cfg.enable"):
         made.overrides |= {f"{GRPO}.shaping.overlong_tokens": tokens, f"{GRPO}.shaping.overlong_penalty": penalty}
+        made.differs.append(
+            f"overlong_buffer_cfg.penalty_factor={penalty}: verl's DAPO rewards are 1 and -1, those here 1 and 0: half"
+            " of the penalty weighs the same"
+        )
     drawn, batches = take("data.gen_batch_size"), take("algorithm.filter_groups.max_num_gen_batches")
     made.drawn = drawn
     if (prompts := made.overrides.get(PROMPTS)) and f"{SAMPLING}.max_draw_factor" not in made.unknown:
@@ -276,12 +299,22 @@ def _nemo_rl_shaping(made: Converted) -> None:
                 )
 
 
+_ADAMW = (".lr", ".weight_decay", ".betas", ".eps", ".foreach", ".fused", ".amsgrad")  # arguments of the optimizer
+
+
 def _nemo_rl_optimizer(made: Converted) -> None:
     """Set the optimizer from the keys of the back end that is on, and drop those of the other one."""
     has_megatron = made.take("policy.megatron_cfg.enabled")
     on, off = "policy.megatron_cfg", "policy.dtensor_cfg"
     prefix = f"{on}.optimizer" if has_megatron else "policy.optimizer.kwargs"
-    found = {key.rsplit(".", 1)[-1]: made.take(key) for key in list(made.rest) if key.startswith(f"{prefix}.")}
+    own = [key for key in made.rest if key.startswith(f"{prefix}.")]
+    found = {key.rsplit(".", 1)[-1]: made.take(key) for key in own if has_megatron or key.endswith(_ADAMW)}
+    for key in [key for key in own if key in made.rest]:
+        made.misspelt[f"{key}={made.take(key)}"] = "AdamW has lr, weight_decay, betas and eps"
+    if not has_megatron and (size := made.take(f"{off}.tensor_parallel_size")) is not None:
+        made.overrides |= {"model.tensor_model_parallel_size": size, "model.pipeline_model_parallel_size": 1}
+    if made.take(f"{on if has_megatron else off}.activation_checkpointing"):
+        made.notes.append("activation_checkpointing: add +model.activations_checkpoint_granularity=full")
     names = {"model.optim.lr": "lr", "model.optim.weight_decay": "weight_decay", "model.optim.betas": "betas"}
     if has_megatron:
         found["betas"] = [found.get("adam_beta1"), found.get("adam_beta2")]

@@ -382,7 +382,7 @@ NUMBERS = [  # without those of the learning rate's schedule, which `schedules.p
         f"{GRPO}.aggregation",
         {
             "trl": _means("loss_type", {"grpo": "sequence", "dapo": "token"}),
-            "verl": _means(f"{ACTOR}.loss_agg_mode", {"token-mean": "token", "seq-mean-token-mean": "sequence"}),
+            "verl": _means(f"{ACTOR}.loss_agg_mode", {"token-mean": "micro-batch", "seq-mean-token-mean": "sequence"}),
             "openrlhf": (SAME, lambda s: "token"),
             "nemo_rl": _means("loss_fn.token_level_loss", {True: "token", False: "sequence"}),
         },

@@ -432,6 +432,7 @@ def test_the_printed_command_can_be_planned(
     data = [f"data.train=[{{name: mine, path: {tmp_path / 'mine.jsonl'}}}]", "data.validation=[]"]
     model = f"pretrained_checkpoint.restore_from_path={paper_model.write(tmp_path / 'model')}"
     build_tokenizer(["How many?"]).save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
     run = [] if any(word.startswith("run_dir=") for word in overrides) else [f"run_dir={tmp_path / 'run'}"]
     assert cli.main(["plan", *overrides, *run, f"cluster={cluster}", model, functions, *data]) == 0
     shown = capsys.readouterr()

@@ -1,5 +1,6 @@
 """Settings of other trainers that need more than another name: what `prorl convert` makes of their meaning."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -452,3 +453,62 @@ def test_a_sum_over_tokens_is_not_one_that_is_divided(tmp_path: Path, capsys: py
     _, comments = converted("verl", text, tmp_path / "run.sh", capsys)
     assert any("a response's sum is not divided there" in line for line in comments)
     assert not any("divided by data.max_response_length" in line for line in comments)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "file", "text", "override", "told"),
+    [
+        (
+            "verl",
+            "run.sh",
+            "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo algorithm.gamma=0.99"
+            " actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+            "trainer.grpo.aggregation=sequence",
+            r"algorithm.gamma=0.99 has no effect there, with adv_estimator=grpo",
+        ),
+        (
+            "verl",
+            "run.sh",
+            "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo"
+            " actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 actor_rollout_ref.actor.use_dynamic_bsz=True",
+            "trainer.grpo.aggregation=token",
+            r"loss_agg_mode=token-mean: verl's FSDP and Megatron actors average over the tokens of a micro-batch",
+        ),
+        (
+            "nemo_rl",
+            "grpo.yaml",
+            "policy: {dtensor_cfg: {tensor_parallel_size: 2, activation_checkpointing: true},"
+            " megatron_cfg: {enabled: false, tensor_model_parallel_size: 4}}",
+            "model.tensor_model_parallel_size=2",
+            r"activation_checkpointing: add .model.activations_checkpoint_granularity=full",
+        ),
+        (
+            "nemo_rl",
+            "grpo.yaml",
+            "policy: {megatron_cfg: {enabled: true, tensor_model_parallel_size: 4},"
+            " dtensor_cfg: {tensor_parallel_size: 2}, generation: {colocated: {enabled: false}}}",
+            "model.tensor_model_parallel_size=4",
+            r"policy.generation.colocated.enabled=False: rollout.own_devices=true gives the engines",
+        ),
+        (
+            "nemo_rl",
+            "grpo.yaml",
+            "policy: {optimizer: {kwargs: {learning_rate: 1.0e-6, weight_decay: 0.2}}}",
+            "model.optim.weight_decay=0.2",
+            r"policy.optimizer.kwargs.learning_rate=1e-06: AdamW has lr, weight_decay",
+        ),
+    ],
+    ids=["micro-batch of one", "micro-batches", "dtensor", "megatron", "misspelt"],
+)
+def test_what_the_back_end_decides(
+    trainer: str,
+    file: str,
+    text: str,
+    override: str,
+    told: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    overrides, comments = converted(trainer, text, tmp_path / file, capsys)
+    assert override in overrides
+    assert re.search(told, " ".join(comments)), comments

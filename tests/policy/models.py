@@ -1,12 +1,13 @@
 """Small Hugging Face models for the policy's tests, written by hand, so that nothing of ours is trusted."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+
+from tests.paper_model import write_hollow
 
 QWEN2: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -91,15 +92,8 @@ def write_model(folder: Path, config: dict[str, Any], dtype: torch.dtype = torch
 def write_hollow_model(folder: Path, config: dict[str, Any]) -> Path:
     """A model folder in bf16 of any size: its weights are a hole in the file, and read as zeros."""
     folder.mkdir(parents=True)
-    header, end = {}, 0
-    for name, shape in shapes_of(config).items():
-        begin, end = end, end + 2 * math.prod(shape)
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
     _write_rest(folder, config, torch.bfloat16)
+    write_hollow(folder)
     return folder
 
 

@@ -103,6 +103,8 @@ def composed(args: argparse.Namespace) -> tuple[list[tuple[Path, Arm, DictConfig
         raise ConfigError(f"--steps={args.steps}: expected at least 1")
     if args.out is not None and len(args.runs) > 1:
         raise ConfigError(f"--out {args.out}: expected one RUN; without --out each RUN gets its own folder")
+    if twice := [arm for arm in args.arms if args.arms.count(arm) > 1]:
+        raise ConfigError(f"--arms {' '.join(args.arms)}: {twice[0]} is given twice. Fix: leave one out")
     todo: list[tuple[Path, Arm, DictConfig]] = []
     commands: list[str] = []
     for run_dir in (run_dir.absolute() for run_dir in args.runs):

@@ -161,9 +161,11 @@ def warn_of_origin(cfg: DictConfig) -> None:
 
 def run_dir_fault(run_dir: Path) -> str | None:
     """Return why the run directory cannot be made or written; None if it can.  Makes no folder."""
-    init = run_dir / "init"
-    if init.is_dir() and not ((init / "config.json").is_file() or (run_dir / "config.yaml").is_file()):
+    init, saved = run_dir / "init", run_dir / "config.yaml"
+    if init.is_dir() and not ((init / "config.json").is_file() or saved.is_file()):
         return f"run_dir={run_dir}: {init} is not the model of a run; a start would remove it. Fix: run_dir=FOLDER"
+    if (run_dir / "config.json").is_file() and any(run_dir.glob("*.safetensors")) and not saved.is_file():
+        return f"run_dir={run_dir}: it is the folder of a model. Fix: run_dir=FOLDER, a new one"
     nearest, fault = _nearest(run_dir), "is not a folder"
     if nearest.is_dir():
         try:  # to ask for the rights is not enough: root has all of them, also in /proc or on a disk that is full

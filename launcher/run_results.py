@@ -7,6 +7,7 @@ from typing import Any
 
 from nemo_prorl.files import read_object
 from nemo_prorl.launcher.curves import OF_A_RUN, RunResults, draw
+from nemo_prorl.lifecycle.no_signal import UNJUDGED
 
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -43,7 +44,9 @@ def outcome(summary: dict[str, Any], metrics: list[dict[str, Any]]) -> list[str]
         for name, score in heldout["tasks"].items():
             gain = score["after"] - score["before"]
             lines.append(f"  {name:{width}s}  {score['before']:.3f} -> {score['after']:.3f}  ({gain:+.3f})")
-    if metrics and not any("policy/grad_norm" in line for line in metrics):
+    if metrics and all(line.get("reward/all") is None for line in metrics):
+        lines.append(f"no update was made: no response has a verdict. {UNJUDGED}")
+    elif metrics and not any("policy/grad_norm" in line for line in metrics):
         lines.append(
             "no update was made: in no step did responses to one prompt get different rewards. Fix: prorl probe says"
             " what to change"

@@ -6,12 +6,14 @@ and the error for a wrong configuration appear within two seconds.
 """
 
 import argparse
+import difflib
 import logging
+import re
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from nemo_prorl import __version__
 from nemo_prorl.errors import ConfigError, ProrlError, UnfitMachine, disk_full
@@ -64,10 +66,31 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     arguments, rest = parser.parse_known_args(_join_sbatch_values(argv))
     if wrong := [word for word in rest if word.startswith("-") or not hasattr(arguments, "overrides")]:
         hydra = "; write config_dir=DIR" if any(word.startswith("--config-dir") for word in wrong) else ""
-        parser.error(f"unrecognized arguments: {' '.join(wrong)}{hydra}")
+        parser.error(f"unrecognized arguments: {' '.join(wrong)}{hydra or _as_key(wrong[0], arguments)}")
     if rest:  # overrides after an option
         arguments.overrides += rest
     return arguments
+
+
+def _as_key(word: str, arguments: argparse.Namespace) -> str:
+    """Return how to give an option that is a key, such as `--max-steps 3`; "" for a command without overrides."""
+    from nemo_prorl.config import all_keys
+
+    if not hasattr(arguments, "overrides"):
+        return ""
+    name = word.lstrip("-").partition("=")[0].replace("-", "_")
+    same = [key.name for key in all_keys() if key.name == name or key.name.endswith(f".{name}")]
+    return f"; keys are given as KEY=VALUE, such as {same[0] if same else 'trainer.grpo.max_steps'}=VALUE"
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that suggests the command that is meant by a misspelt one."""
+
+    def error(self, message: str) -> NoReturn:
+        if match := re.match(r"argument \S+: invalid choice: '(\S+)' \(choose from (.*)\)$", message):
+            near = difflib.get_close_matches(match[1], re.findall(r"[\w-]+", match[2]), n=1)
+            message += f". Did you mean {near[0]}?" if near else ""
+        super().error(message)
 
 
 def _join_sbatch_values(argv: list[str]) -> list[str]:
@@ -82,7 +105,7 @@ def _join_sbatch_values(argv: list[str]) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = _Parser(
         prog="prorl",
         description="Prolonged reinforcement learning with verifiable rewards, on a laptop's CPU and on H100 nodes.",
         epilog="Hydra overrides: KEY=VALUE sets a key, GROUP=NAME chooses a group (cluster=laptop, stage=run1).",

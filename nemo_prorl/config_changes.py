@@ -6,7 +6,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_prorl.config import all_keys
+from nemo_prorl.config import DataSource, all_keys
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.lifecycle.retention import complete
 
@@ -75,13 +75,24 @@ def _differences(old: DictConfig, new: DictConfig) -> dict[str, tuple[Any, Any]]
     """Return {key: (value in `old`, value in `new`)} of the keys that differ."""
     before, after = (dict(leaves(OmegaConf.to_container(cfg, resolve=True))) for cfg in (old, new))
     both = {key: (before.get(key), after.get(key)) for key in sorted(before.keys() | after.keys())}
-    return {key: pair for key, pair in both.items() if pair[0] != pair[1] and not _same_path(key, *pair)}
+    return {
+        key: pair
+        for key, pair in both.items()
+        if pair[0] != pair[1] and not (_same_path(key, *pair) or _default(key, *pair))
+    }
 
 
 def may_change(key: str) -> bool:
     """Return whether a continued run may change the key."""
     free = (known.name for known in all_keys() if known.rule.may_change)
     return any(key == name or key.startswith(f"{name}.") for name in free)
+
+
+def _default(key: str, was: Any, wanted: Any) -> bool:
+    """Return whether one value is missing, and the other is the default of a data source."""
+    default = vars(DataSource()).get(key.rpartition(".")[2])
+    is_source = key.startswith(("data.train.", "data.validation."))
+    return is_source and (was, wanted) in ((None, default), (default, None))
 
 
 def _same_path(key: str, was: Any, wanted: Any) -> bool:

@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import json
 import os
 import pkgutil
@@ -64,8 +65,9 @@ def check_place(place: str, key: str) -> None:
         raise ConfigError(f"{key}={place}: {match['file']} cannot be read: {error.strerror}") from error
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"{key}={place}: {match['file']} is not Python: {error}") from error
-    if match["in_file"] not in (names := _names(tree)):
-        raise ConfigError(f"{key}={place}: {_no_function(match['in_file'], names)}")
+    if match["in_file"] not in _names(tree):
+        functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+        raise ConfigError(f"{key}={place}: {_no_function(match['in_file'], functions)}")
 
 
 def _names(tree: ast.Module) -> list[str]:
@@ -100,7 +102,7 @@ def function_in(module: Any, name: str, key: str) -> Callable[..., Any]:
     """Return a function of a module by name.  Raises ConfigError, which names `key` and similar names."""
     function: Callable[..., Any] | None = getattr(module, name, None)
     if function is None or not callable(function):
-        known = [other for other, value in vars(module).items() if callable(value) and not other.startswith("_")]
+        known = [other for other, value in vars(module).items() if inspect.isroutine(value) and other[0] != "_"]
         raise ConfigError(f"{key}: {_no_function(name, known)}")
     return function
 

@@ -75,6 +75,8 @@ def test_a_full_disk_is_said_in_one_line(
         (["train", "--config-dir", "conf"], "write config_dir=DIR"),
         (["status", "run", "extra"], "extra"),
         (["bogus"], "invalid choice: 'bogus'"),
+        (["trian"], "Did you mean train?"),
+        (["train", "--max-steps", "3"], "keys are given as KEY=VALUE, such as trainer.grpo.max_steps=VALUE"),
         ([], "COMMAND"),
         (["status", "nothing"], "nothing: neither a run"),
         (["warmup", "trainer.warmup.steps=0"], "trainer.warmup.steps=0"),

@@ -110,7 +110,12 @@ def faults(cfg: DictConfig) -> list[str]:
     if missing := missing_files(cfg):
         lines, shipped = [], False
         for key, path in missing:
-            lines.append(f"  {key}={path}: no such file; expected one prompt record (JSON object) per line")
+            part = "train" if ".train." in key else "validation"
+            if (inside := Path(path, f"{part}.jsonl")).is_file():
+                lines.append(f"  {key}={path}: it is a folder. Fix: {key}={inside}")
+                continue
+            what = "it is a folder" if Path(path).is_dir() else "no such file"
+            lines.append(f"  {key}={path}: {what}; expected one prompt record (JSON object) per line")
             command = preparing(path)
             shipped = shipped or command is not None
             lines.append(

@@ -248,6 +248,14 @@ def validate_record(obj: Any, where: str) -> dict[str, Any]:
     return record
 
 
+def of_table(path: str | Path, options: str = "", made: str = "train.jsonl") -> str:
+    """Return how to make prompt records of a CSV file; `made`: the file that `prorl data prepare` writes."""
+    return (
+        "prompt records are .jsonl or .parquet files. Fix: make them with prorl data prepare math --from"
+        f" {path}{options} --out DIR, and take DIR/{made}"
+    )
+
+
 def _objects(path: str | Path) -> Iterator[tuple[str, int, Any]]:
     """Yield (where, line or row, object) of each record in a file, unchecked."""
     if parquet.is_parquet(path):
@@ -255,10 +263,7 @@ def _objects(path: str | Path) -> Iterator[tuple[str, int, Any]]:
             yield f"{path}:{number}", number, parquet.record_of(row, f"{path}:{number}")
         return
     if Path(path).suffix in (".csv", ".tsv"):
-        raise DataError(
-            f"{path}: prompt records are .jsonl or .parquet files. Fix: make them with prorl data prepare math --from"
-            f" {path} --out DIR, and take DIR/train.jsonl"
-        )
+        raise DataError(f"{path}: {of_table(path)}")
     with open(path, "rb") as file:
         for number, raw in enumerate(file, 1):
             if raw.strip():

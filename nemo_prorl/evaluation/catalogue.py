@@ -143,6 +143,10 @@ def read_own(path: Path) -> Benchmark:
 
     Raises ConfigError: the file cannot be read, is of neither form, or has the name of another benchmark.
     """
+    if path.suffix in (".csv", ".tsv"):
+        from nemo_prorl.data.records import of_table
+
+        raise ConfigError(f"--benchmarks {path}: {of_table(path, ' --holdout all', 'validation.jsonl')}")
     if (known := catalogue().get(path.stem)) is not None:
         if known.file is not None and Path(known.file) == path.resolve():  # of an installed package
             return known
@@ -170,7 +174,7 @@ def choose(text: str) -> list[Benchmark]:
     sets = sorted({name for one in known.values() for name in one.sets})
     chosen: dict[str, Benchmark] = {}
     for word in filter(None, (part.strip() for part in text.split(","))):
-        if word.endswith((".yaml", ".jsonl")):
+        if word.endswith((".yaml", ".jsonl", ".csv", ".tsv")):
             own = read_own(Path(word))
             if (other := chosen.get(own.name, own)).file != own.file:
                 raise ConfigError(
@@ -181,7 +185,7 @@ def choose(text: str) -> list[Benchmark]:
             continue
         found = [one for one in known.values() if word == one.name or word in one.sets]
         if not found:
-            near = difflib.get_close_matches(word, [*known, *sets], n=1)
+            near = difflib.get_close_matches(word.lower(), [*known, *sets], n=1)
             hint = f" Did you mean {near[0]}?" if near else ""
             raise ConfigError(
                 f"--benchmarks {word}: no such benchmark.{hint} Known are {', '.join(known)}; sets: {', '.join(sets)}"

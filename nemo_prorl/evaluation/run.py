@@ -82,15 +82,21 @@ def evaluate(options: EvaluationOptions) -> EvaluationResults:
     from nemo_prorl.launcher.job import locked
 
     with locked(options.out):
+        exported = (options.out / "model").exists()
         model = served or models.open_model(path, options.out, options.checkpoint)
         benchmarks = [_fitting(one, model) for one in options.benchmarks]
         cfg = _fitted(configuration(options, model.folder), model, benchmarks)
         manifest = manifest_of(
             cfg, model, benchmarks, records, seed=options.seed, data=options.data, limit=options.limit, known=known
         )
-        if options.expected is not None:
-            check_expected(manifest, options.expected)
-        benchmarks, manifest = merged(options.out, manifest, benchmarks, known)
+        try:
+            if options.expected is not None:
+                check_expected(manifest, options.expected)
+            benchmarks, manifest = merged(options.out, manifest, benchmarks, known)
+        except (ConfigError, DataError):
+            if not exported:  # a folder that is refused stays as it was
+                models.remove_export(options.out)
+            raise
         verdicts = verdicts_folder(manifest)
         parts = [_part(options.out, one, records.get(one.name), verdicts) for one in benchmarks]
         write_json(options.out / "manifest.json", manifest)

@@ -1,5 +1,6 @@
 """The diagnosis of a step in which no group carries a signal: its cause, and what to change."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from nemo_prorl.metrics import Metrics
 _SPAN = 10  # steps whose mean entropy is compared, the run's first with its last
 _COLLAPSED = 0.3  # share of the first entropy, as in `trainer.resets.rules.entropy_share`
 _NOISE = 0.8  # share of responses without an end that a model without skill writes
+UNJUDGED = "Fix: mend the reward function (docs/howto/reward_function.md) or the reward server, and start again"
 
 
 def diagnosis(metrics: Metrics, past: Sequence[Mapping[str, Any]], responses: Sequence[Mapping[str, Any]]) -> str:
@@ -18,6 +20,10 @@ def diagnosis(metrics: Metrics, past: Sequence[Mapping[str, Any]], responses: Se
         past: lines of metrics.jsonl of the steps before.
         responses: lines of rollouts/step-N.jsonl.
     """
+    if math.isnan(metrics["reward/all"]):
+        unjudged = (line["verdict"] for line in responses if line["verdict"].get("score") is None)
+        why = next((f"; the first: {verdict['detail']}" for verdict in unjudged), "")
+        return f"no response has a verdict{why}. Cause: the reward failed, not the model. {UNJUDGED}"
     facts = (
         f"{metrics['unsolved/all']:.0%} of the groups have only wrong responses,"
         f" {metrics['solved/all']:.0%} only right ones; mean reward {metrics['reward/all']:.2f},"

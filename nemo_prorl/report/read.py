@@ -95,18 +95,22 @@ def run_folders(folder: Path) -> tuple[list[Path], bool]:
         raise ConfigError(f"{folder}: no such folder; give a run directory, or the folder of a chain (run1, run2, ...)")
     if is_run(folder):
         return [folder], False
-    inside = [path for path in folder.iterdir() if path.is_dir() and is_run(path)]
-    stages = sorted((path for path in inside if _is_stage(path)), key=lambda path: _natural(path.name))
-    if stages:
+    inside = runs_inside(folder)
+    if stages := [path for path in inside if _is_stage(path)]:
         return stages, True
     if inside:
-        names = ", ".join(sorted(path.name for path in inside)[:3])
+        names = ", ".join(path.name for path in inside[:3])
         raise ConfigError(
             f"{folder}: contains runs ({names}), but no chain (run1, run2, ...). Fix: give the run directories instead"
         )
     raise ConfigError(
         f"{folder}: neither a run (it has none of {', '.join(_SIGNS)}) nor a chain of runs (run1, run2, ...)"
     )
+
+
+def runs_inside(folder: Path) -> list[Path]:
+    """Return the run directories in a folder, run10 after run9."""
+    return sorted((path for path in folder.glob("*/") if is_run(path)), key=lambda path: _natural(path.name))
 
 
 def is_run(folder: Path) -> bool:
@@ -117,7 +121,7 @@ def is_run(folder: Path) -> bool:
 def _is_stage(folder: Path) -> bool:
     if re.fullmatch(r"run\d+", folder.name):
         return True
-    return _mapping(folder / "config.yaml", []).get("stage") == folder.name
+    return _mapping(folder / "config.yaml", []).get("stage") == folder.name != "none"  # `none`: an arm of `prorl fork`
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:

@@ -18,7 +18,7 @@ from nemo_prorl.lifecycle.control import is_locked
 from nemo_prorl.lifecycle.retention import complete
 from nemo_prorl.lifecycle.stages import begun_from, end_in_words, stop_requested
 from nemo_prorl.planning.columns import columns
-from nemo_prorl.report.read import RunRecord, number, read_run, run_folders
+from nemo_prorl.report.read import RunRecord, is_run, number, read_run, runs_inside
 
 _log = logging.getLogger(__name__)
 
@@ -42,13 +42,9 @@ def status(folder: Path, as_json: bool = False) -> str:
 
 
 def _of_stages(folder: Path) -> ChainRecord | None:
-    """Return the record of a chain that ran without Slurm: the stages in the folder; None if it has none."""
-    try:
-        stages, is_chain = run_folders(folder)
-    except ConfigError:
-        return None
-    stages = [stage for stage in stages if (stage / "config.yaml").is_file()]
-    if not is_chain or not stages:
+    """Return the record of runs without Slurm, stages or the arms of a fork; None if the folder has none, or is one."""
+    stages = [] if is_run(folder) else [run for run in runs_inside(folder) if (run / "config.yaml").is_file()]
+    if not stages:
         return None
     entries: list[ChainEntry] = [
         {"stage": stage.name, "job": None, "command": None, "time": None, "max_steps": 0} for stage in stages

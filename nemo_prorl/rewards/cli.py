@@ -9,15 +9,17 @@ import dataclasses
 import importlib.util
 import json
 import logging
+import math
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from nemo_prorl.config import RewardsConfig
 from nemo_prorl.errors import ConfigError, DataError, RewardFailure
 from nemo_prorl.rewards.discovery import discover, make_plugin
-from nemo_prorl.rewards.functions import absolute
+from nemo_prorl.rewards.functions import absolute, settings_of
 from nemo_prorl.rewards.interface import RewardRequest
 from nemo_prorl.rewards.judging import RewardService, plan_pools
 from nemo_prorl.rewards.options import (
@@ -33,6 +35,7 @@ from nemo_prorl.rewards.options import (
 _log = logging.getLogger(__name__)
 
 _FUNCTIONS = "rewards.functions."
+_TIME = "rewards.functions_time_s"
 
 
 def add_parser(subparsers: Any) -> None:
@@ -55,7 +58,9 @@ def add_parser(subparsers: Any) -> None:
     add_settings(test_parser)
     test_parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
     score_parser = commands.add_parser("score", help="judge requests (JSON Lines) and write verdicts in the same order")
-    functions = "rewards.functions.TASK=FILE.py:FUNCTION: a reward function of your own, as for prorl train"
+    functions = (
+        f"rewards.functions.TASK=FILE.py:FUNCTION: a reward function of your own, as for prorl train; and its {_TIME}"
+    )
     score_parser.add_argument("overrides", metavar="OVERRIDE", nargs="*", default=[], help=functions)
     score_parser.add_argument("--in", dest="source", default="-", help="file of requests; default: -, standard input")
     score_parser.add_argument("--out", default="-", help="file of verdicts; default: -, standard output")
@@ -169,10 +174,25 @@ def _functions(overrides: list[str]) -> dict[str, str]:
     places = {}
     for override in overrides:
         key, _, place = override.partition("=")
+        if key == _TIME:
+            continue
         if not key.startswith(_FUNCTIONS) or not place:
             raise ConfigError(f"{override}: expected {_FUNCTIONS}TASK=FILE.py:FUNCTION; settings: --settings")
         places[key.removeprefix(_FUNCTIONS)] = absolute(place)
     return places
+
+
+def _seconds(overrides: list[str]) -> float:
+    """Return the CPU seconds of a reward function.  Raises ConfigError unless they are a number above 0."""
+    given = [one.partition("=")[2] for one in overrides if one.startswith(f"{_TIME}=")]
+    text = given[-1] if given else str(RewardsConfig().functions_time_s)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.0 < seconds < math.inf:
+        raise ConfigError(f"{_TIME}={text}: expected a number of seconds above 0")
+    return seconds
 
 
 async def _score(args: argparse.Namespace) -> int:
@@ -189,10 +209,12 @@ async def _score(args: argparse.Namespace) -> int:
     if not streamed and not requests:
         line = "a prompt record with the fields response and finished"
         raise DataError(f"{args.source}: contains no request; each line must be {line}")
-    registry = discover(functions=_functions(args.overrides))
+    functions, seconds = _functions(args.overrides), _seconds(args.overrides)
+    settings = settings_of({"functions": functions, "functions_time_s": seconds, "plugins": args.settings})
+    registry = discover(functions=functions)
     tasks = sorted({request.task for request in requests})
     unsafe = args.unsafe_no_sandbox
-    specs = plan_pools(registry, tasks, args.workers, args.settings, unsafe_no_sandbox=unsafe, on_demand=streamed)
+    specs = plan_pools(registry, tasks, args.workers, settings, unsafe_no_sandbox=unsafe, on_demand=streamed)
     service = RewardService(specs, registry)
     scores: Counter[float | None] = Counter()
     first = ""  # why the first response has no score

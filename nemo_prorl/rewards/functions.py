@@ -174,6 +174,8 @@ def _function(place: str, key: str) -> tuple[Callable[..., Any], float]:
     match = _FUNCTION.fullmatch(place)
     assert match is not None, place
     function = function_in(module_of(Path(match["file"]), key), match["function"], key)
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(f"{key}: `async def {match['function']}` returns no number. Fix: def {match['function']}")
     try:
         inspect.signature(function).bind(*range(_PARAMETERS))
         weight = float(match["weight"] or 1.0)

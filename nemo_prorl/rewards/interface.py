@@ -324,7 +324,7 @@ def read_verdict(obj: Any, request_id: str) -> Verdict:
 _shown: set[str] = set()  # places whose traceback is in the log
 
 
-def _place_of(error: Exception, plugin: RewardPlugin) -> str:
+def _place_of(error: BaseException, plugin: RewardPlugin) -> str:
     """Return FILE:LINE of the innermost frame of an exception that is in the plugin's own folder."""
     frames = traceback.extract_tb(error.__traceback__)
     own = Path(getattr(sys.modules[type(plugin).__module__], "__file__", None) or "").parent
@@ -360,7 +360,7 @@ def judge(plugin: RewardPlugin, request: RewardRequest) -> Verdict:
         if error.place not in _shown:
             _shown.add(error.place)
             _log.error("%s %r: %s; shown only once for this place", plugin._noun, plugin.name, fault)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         place = _place_of(error, plugin)
         if place not in _shown:
             _shown.add(place)

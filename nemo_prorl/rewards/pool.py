@@ -45,7 +45,7 @@ KEPT_VARIABLES = (
     stacks.VARIABLE,
 )
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-_DIED = "worker died (out of memory, or a crash in the plugin). Fix: the reward server's log has its last output"
+_DIED = "worker died{} (out of memory, or a crash in the plugin). Fix: the reward server's log has its last output"
 _MAX_LINE = 2**30  # maximum bytes of a worker's message; the memory is not reserved in advance
 
 
@@ -163,13 +163,20 @@ class _Worker:
         try:
             line = await self._reader.readline()
         except OSError as error:
-            raise WorkerGone(_DIED) from error
+            raise WorkerGone(await self._death()) from error
         if not line.endswith(b"\n"):
-            raise WorkerGone(_DIED)
+            raise WorkerGone(await self._death())
         try:
             return json.loads(line)
         except (ValueError, RecursionError) as error:
             raise WorkerGone(f"worker sent {line[:80]!r}, which is not JSON") from error
+
+    async def _death(self) -> str:
+        """Return how the process ended, with its exit code or signal if it ends within a second."""
+        await asyncio.wait({self.ended}, timeout=1.0)
+        code = self.process.returncode
+        how = "" if code is None else f" of signal {-code}" if code < 0 else f" with exit code {code}"
+        return _DIED.format(how)
 
     async def judge(self, job: _Job, spec: PoolSpec) -> Verdict:
         """Send one request to the worker and return its verdict.
@@ -201,7 +208,7 @@ class _Worker:
         except ValueError as error:
             raise WorkerGone(f"the plugin returned a verdict of a wrong form: {error}") from error
         except OSError as error:
-            raise WorkerGone(_DIED) from error
+            raise WorkerGone(await self._death()) from error
         finally:
             receiving.cancel()
 

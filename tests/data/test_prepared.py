@@ -122,6 +122,15 @@ def test_a_file_of_ones_own_is_named_too() -> None:
     assert preparing("gone.jsonl") is None
 
 
+def test_a_folder_with_the_records_is_told_from_a_missing_file() -> None:
+    Path("own").mkdir()
+    with pytest.raises(ConfigError, match=r"path=own: it is a folder; expected one prompt record"):
+        settings.load_run(["data.train=[{name: x, path: own}]"])
+    Path("own/train.jsonl").touch()
+    with pytest.raises(ConfigError, match=r"path=own: it is a folder. Fix: data.train.0.path=own/train.jsonl$"):
+        settings.load_run(["data.train=[{name: x, path: own}]"])
+
+
 def test_a_stage_refuses_data_that_lacks_a_task_it_names() -> None:
     with pytest.raises(
         ConfigError, match=r"data\.tasks=\['math', 'code', 'stem', 'puzzles'\].*has records of code, stem"

@@ -115,6 +115,8 @@ def test_names_and_sets_choose() -> None:
     assert len(choose("laptop")) == 5
     with pytest.raises(ConfigError, match=r"aime42: no such benchmark.*Did you mean aime2.*known|Known are acre"):
         choose("aime42")
+    with pytest.raises(ConfigError, match=r"MATH-500: no such benchmark. Did you mean math500\?"):
+        choose("MATH-500")
     with pytest.raises(ConfigError, match="expected at least one name"):
         choose(",")
     assert len(table(ALL.values())) == len(ALL) + 1
@@ -204,6 +206,7 @@ def test_a_file_of_records_is_a_benchmark(tmp_path: Path) -> None:
         ("mine.yaml", "{task: math}", "expected exactly one of 'prompts'"),
         ("mine.yaml", "{task: math, prompts: x, colour: red}", r"unknown key colour \(=red\)"),
         ("mine.jsonl", "{}", "expected prompt records"),
+        ("q.csv", None, "q.csv: prompt records are .* math --from .*q.csv --holdout all --out DIR, and take DIR/valid"),
         ("acre.yaml", "{task: math, prompts: x}", "another benchmark has this name"),
     ],
 )

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import shutil
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
@@ -356,6 +357,26 @@ def test_engines_have_the_context_of_the_longest_benchmark_and_at_most_the_model
     assert sorted(context for context, _ in asked) == [32, 64]
     assert all(response is None or response < context for context, response in asked)
     assert judge.started == [(["math"], 2)]
+
+
+def test_a_refused_folder_of_another_evaluation_stays_as_it_was(
+    tmp_path: Path, evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert evaluate("out") == 0
+    made = write_model(tmp_path / "made", tied=True, seed=0)
+
+    def exported(checkpoint: Path, into: Path) -> Path:
+        return Path(shutil.copytree(made, into / "step-000002"))
+
+    monkeypatch.setattr("nemo_prorl.evaluation.models._exported", exported)
+    monkeypatch.setattr("nemo_prorl.launcher.prepare.check_node", lambda *_, **__: None)
+    (checkpoint := tmp_path / "checkpoint").mkdir()
+    (checkpoint / "state.json").write_text('{"format": 5, "step": 2}')
+    words = f"--benchmarks {tmp_path / 'mine.jsonl'} --out {tmp_path / 'out'} --limit 3 --seed 7".split()
+    before = sorted((tmp_path / "out").rglob("*"))
+    assert main(["evaluate", str(checkpoint), *words]) == 2
+    assert "has another evaluation, which differs in: model checkpoint" in caplog.text
+    assert sorted((tmp_path / "out").rglob("*")) == before
 
 
 def test_a_model_that_the_engines_cannot_compute_is_refused(tmp_path: Path) -> None:

@@ -111,6 +111,7 @@ def test_finished_arms_are_compared_and_nothing_is_started(
         (["gone", "--steps", "3"], "gone is not a run directory"),
         (["gone", "--steps", "0"], "--steps=0: expected at least 1"),
         (["a", "b", "--steps", "3", "--out", "c"], "--out c: expected one RUN"),
+        (["a", "--steps", "3", "--arms", "none", "reset", "none"], "--arms none reset none: none is given twice. Fix"),
     ],
 )
 def test_wrong_use_is_refused(words: list[str], told: str, caplog: pytest.LogCaptureFixture) -> None:

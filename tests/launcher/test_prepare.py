@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from nemo_prorl import __version__, cli
+from nemo_prorl.cautions import cautions
 from nemo_prorl.errors import CheckpointError, ConfigError, DataError, ProrlError, UnfitMachine
 from nemo_prorl.launcher.doctor import storage
 from nemo_prorl.launcher.job import StillInUse, locked, run
-from nemo_prorl.launcher.prepare import prepare
+from nemo_prorl.launcher.prepare import prepare, run_dir_fault, start_faults
 from nemo_prorl.lifecycle.retention import FORMAT
 from nemo_prorl.lifecycle.run_records import Journal
 from nemo_prorl.rollout.weight_store import WeightStore, weights_folder
@@ -239,6 +240,16 @@ def test_bad_data_is_named(tmp_path: Path, lines: list[str], error: type[ProrlEr
         assert text in str(caught.value)
     assert caught.value.exit_code in (2, 4)
     assert not (tmp_path / "run" / "endpoints").exists()  # nothing was started
+
+
+def test_the_folder_of_a_model_is_no_run_directory(tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).touch()
+    cfg = load([f"run_dir={tmp_path}"])
+    assert "config.json, model.safetensors. `prorl train` writes" in next(cautions(cfg))
+    assert any(f"run_dir={tmp_path}: it is the folder of a model. Fix" in str(error) for error, _ in start_faults(cfg))
+    (tmp_path / "config.yaml").touch()
+    assert run_dir_fault(tmp_path) is None
 
 
 WRONG = {

@@ -85,6 +85,16 @@ def test_the_facts_of_a_step_and_where_its_responses_are() -> None:
     assert diagnosis(metrics, [], [verdict]).endswith("The responses are in rollouts/step-7.jsonl")
 
 
+def test_a_step_whose_reward_failed_blames_the_reward_and_not_the_model(tmp_path: Path) -> None:
+    metrics, tally = Metrics(1, "none"), TaskTally(2, masked=8, finished=0, tokens=400)
+    report_rollout(metrics, CollectedBatch(1, 0, 2, tasks={"math": tally}))
+    unjudged = {"verdict": {"score": None, "detail": "KeyError: 'answer'"}}
+    text = diagnosis(metrics, [], [unjudged])
+    assert text.startswith("no response has a verdict; the first: KeyError: 'answer'. Cause: the reward failed, not")
+    assert "Fix: mend the reward function (docs/howto/reward_function.md) or the reward server" in text
+    assert "hardly ever ends" not in text
+
+
 @pytest.mark.parametrize(("most", "stored"), [(-1, [1, 2, 3]), (2, [1, 2]), (1, [1]), (0, None)])
 def test_the_first_groups_of_a_step_are_stored(most: int, stored: list[int] | None, tmp_path: Path) -> None:
     cfg = Config()

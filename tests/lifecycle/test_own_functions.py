@@ -95,6 +95,7 @@ def test_what_the_configuration_names_must_be_there(tmp_path: Path, monkeypatch:
             "own.py:clippd",
             r"trainer.grpo.loss=/.*own.py:clippd: the file has no function clippd. Did you mean clipped\?",
         ),
+        ("own.py:seen", r"has no function seen; expected one of: clipped, normed[a-z_, ]*$"),
         ("other.py:clipped", r"trainer.grpo.loss=/.*other.py cannot be read: No such file"),
         ("broken.py:f", r"broken.py is not Python"),
         ("no_such_package:f", r"there is no module no_such_package. Fix: install its package"),

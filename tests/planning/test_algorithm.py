@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nemo_prorl import cli, config, settings
-from nemo_prorl.config_changes import may_change
+from nemo_prorl.config_changes import changes, may_change
 from nemo_prorl.planning import algorithm
 
 # Sections that say on which data and machine, with which model and after which run the algorithm works.
@@ -57,3 +57,10 @@ def test_the_plan_prints_them_as_they_are_set(capsys: pytest.CaptureFixture[str]
     assert cli.main(["plan", *words, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["algorithm"]
     assert {key: told[key] for key in given} == given
+
+
+def test_a_missing_key_of_a_data_source_equals_its_default() -> None:
+    given, none = settings.load(["data.validation=[{name: held, generator: arithmetic, size: 8}]"]), settings.load([])
+    none.data.validation = []
+    told = "data.validation.0.generator=None (was arithmetic), data.validation.0.name=None (was held)"
+    assert changes(given, none, ("data.validation.",)) == f"{told}, data.validation.0.size=None (was 8)"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nemo_prorl.errors import ConfigError
-from nemo_prorl.report import data, outcome, read, samples, series, tables
+from nemo_prorl.report import data, outcome, read, samples, series, status, tables
 from tests.report.made import journal, make_run, make_spoilt, rollouts, write_lines
 
 
@@ -51,6 +51,15 @@ def test_what_is_no_run_is_refused(tmp_path: Path, names: list[str] | None, told
         make_run(folder / name, 1)
     with pytest.raises(ConfigError, match=told):
         read.read_curves([folder])
+
+
+def test_the_status_of_a_fork_s_folder_has_all_arms(tmp_path: Path) -> None:
+    for arm in ("none", "reset", "model.optim.lr_1e-3"):
+        make_run(tmp_path / arm, 2, {"stage": "none"})
+    rows = status.status(tmp_path).splitlines()[1:]
+    assert [row.split()[0] for row in rows] == ["model.optim.lr_1e-3", "none", "reset"]
+    with pytest.raises(ConfigError, match=r"contains runs \(model"):  # it is no chain with one stage `none`
+        read.read_curves([tmp_path])
 
 
 def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:

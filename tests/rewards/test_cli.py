@@ -88,6 +88,20 @@ def test_score_says_how_many_responses_have_no_score(tmp_path: Path, caplog: pyt
     assert caplog.messages[-1].startswith("1 responses have no score")
 
 
+@pytest.mark.parametrize("text", ["0.2", "soon"])
+def test_score_takes_the_time_of_a_function(text: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def score(prompt, response, truth):\n    while True: pass\n")
+    source, out = write(tmp_path / "in.jsonl", [request_of("mine", "one")]), tmp_path / "out.jsonl"
+    words = [f"rewards.functions.mine={tmp_path / 'mine.py'}:score", f"rewards.functions_time_s={text}"]
+    if text == "soon":
+        with pytest.raises(ConfigError, match="functions_time_s=soon: expected a number of seconds above 0"):
+            run("score", *words, "--in", str(source), "--out", str(out))
+        return
+    assert run("score", *words, "--in", str(source), "--out", str(out)) == 0
+    [verdict] = lines_of(out.read_text())
+    assert (verdict["failure"], "over the time budget of 0.2 s" in verdict["detail"]) == ("timeout", True)
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 def test_score_fails_if_no_response_has_a_score(
     streamed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -75,6 +75,11 @@ def test_an_exception_is_located_in_the_users_file(place: str, caplog: pytest.Lo
     assert [frame.name for frame in traceback.extract_tb(record.exc_info[2])] == ["score", "broken"]
 
 
+def test_an_exit_is_named_with_its_code_and_place_and_ends_no_worker(tmp_path: Path) -> None:
+    detail = judge(returning("__import__('sys').exit(3)", tmp_path), request("100"))["detail"]
+    assert detail.endswith(f"raised SystemExit ({tmp_path / 'own.py'}:3): 3")
+
+
 WRONG = ["None", "1.5", "-0.1", "'good'", "'1.0'", "b'1'", "float('nan')", "[1.0]", "{'score': 1.0}"]
 WRONG += ["numpy.float64(2)", "numpy.ones(2)", "torch.ones(2)", "torch.tensor(float('nan'))"]
 
@@ -135,6 +140,7 @@ def test_a_worker_judges_by_it(place: str) -> None:
     ("text", "place", "says"),
     [
         ("def score(prompt, response): ...", "f.py:score", "expected a function of .prompt, response, truth."),
+        ("async def score(a, b, c): ...", "f.py:score", "`async def score` returns no number. Fix: def score"),
         ("score = 3", "f.py:score", "has no function score; expected one of: none is there"),
         ("def score(a, b, c): ...", "f.py:scor", "has no function scor. Did you mean score.$"),
         ("def right(a, b, c): ...\ndef _own(): ...", "f.py:own", "has no function own; expected one of: right$"),

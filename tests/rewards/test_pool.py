@@ -292,7 +292,7 @@ def test_a_request_whose_worker_dies_is_infrastructure(plugins: Path) -> None:
     async def steps(pool: PluginPool) -> None:
         verdict = await judged(pool, "die")
         assert (verdict["score"], verdict["failure"]) == (None, "infrastructure")
-        assert verdict["detail"].startswith("plugin 'odd': worker died (out of memory")
+        assert verdict["detail"].startswith("plugin 'odd': worker died of signal 9 (out of memory")
         assert (await judged(pool, "fine"))["score"] == 1.0
         assert pool.stats.workers_lost == 1
 

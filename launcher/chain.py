@@ -198,7 +198,7 @@ def read_chain(text: str, overrides: Sequence[str], root: Path | None = None) ->
 
 def _run_here(folder: Path, stages: Sequence[ChainStage], dry_run: bool) -> int:
     from nemo_prorl import settings
-    from nemo_prorl.launcher import job
+    from nemo_prorl.launcher import one_node
 
     for place, stage in enumerate(stages, 1):
         if dry_run:
@@ -206,7 +206,7 @@ def _run_here(folder: Path, stages: Sequence[ChainStage], dry_run: bool) -> int:
             continue
         chain_slurm.tell_of_a_stop(stage)
         _log.info("stage %s, %d of %d, in %s", stage.name, place, len(stages), stage.run_dir)
-        code: int = job.run(stage.cfg, settings.resolved_yaml(stage.cfg))
+        code: int = one_node.run(stage.cfg, settings.resolved_yaml(stage.cfg))
         if code:
             text = "stage %s ended with exit code %d; repeat the command to continue from there%s"
             instead = ", or begin the next stage with --from CHECKPOINT" if code == _STOPPED else ""

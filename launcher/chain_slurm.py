@@ -115,7 +115,7 @@ def launch(root: Path, folder: Path, stages: Sequence[ChainStage], args: argpars
         raise UnfitMachine(
             "sbatch is not on the PATH. Fix: submit on a machine with Slurm, or run the stages here with --here"
         )
-    from nemo_prorl.launcher.job import locked
+    from nemo_prorl.launcher.one_node import locked
 
     with locked(folder):
         held = read_record(folder)

@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     Raises ConfigError: a checkpoint or a key does not exist.
     """
     from nemo_prorl import settings
-    from nemo_prorl.launcher import job, run_results
+    from nemo_prorl.launcher import one_node, run_results
 
     todo, commands = composed(args)
     for folder, _, _ in todo:
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
             _log.info("%s is finished", name)
             continue
         _log.info("%s", name)
-        if code := job.run(cfg, settings.resolved_yaml(cfg)):
+        if code := one_node.run(cfg, settings.resolved_yaml(cfg)):
             return code
     arms = [arm for _, arm, _ in todo[: len(args.arms)]]
     sys.stdout.write(report(list(dict.fromkeys(folder for folder, _, _ in todo)), arms, args.steps))

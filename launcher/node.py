@@ -26,7 +26,7 @@ from nemo_prorl.files import write_json
 from nemo_prorl.launcher.peers import End, Launch, Peers, Place, read
 from nemo_prorl.launcher.processes import MergedLog, free_port
 from nemo_prorl.launcher.srun_step import BEGUN
-from nemo_prorl.launcher.supervisor import Node
+from nemo_prorl.launcher.supervisor import NodeSupervisor
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class _Stopped(BaseException):
 def lead(args: argparse.Namespace, peers: Peers, output: MergedLog) -> End:
     """Run node 0, from reading the configuration to the end of the run; return how the run ended."""
     from nemo_prorl import settings
-    from nemo_prorl.launcher import job, run_results
+    from nemo_prorl.launcher import one_node, run_results
     from nemo_prorl.launcher.events import Events
     from nemo_prorl.launcher.prepare import prepare
 
@@ -52,21 +52,21 @@ def lead(args: argparse.Namespace, peers: Peers, output: MergedLog) -> End:
             f" {place.nodes}. Fix: set trainer.num_nodes={place.nodes}, or start that many nodes"
         )
     run_dir = Path(cfg.run_dir).absolute()
-    with job.locked(run_dir, args.lock_wait_s):
-        if job.is_finished(run_dir, cfg.trainer.grpo.max_steps):
+    with one_node.locked(run_dir, args.lock_wait_s):
+        if one_node.is_finished(run_dir, cfg.trainer.grpo.max_steps):
             peers.launch.parent.mkdir(exist_ok=True)
             write_json(peers.launch, Launch(tasks=None, master=place.host, port=0))
             return End(0)
         with Events(cfg.on_event, run_dir) as events:
             tasks = prepare(cfg, run_dir, settings.resolved_yaml(cfg))
-            job.clear_endpoints(run_dir, keep=peers.files)
+            one_node.clear_endpoints(run_dir, keep=peers.files)
             peers.require_no_end()
             launch = Launch(tasks=tasks, master=place.host, port=free_port())  # after `prepare`, which takes minutes
             peers.place = replace(place, master=launch["master"], port=launch["port"])
             write_json(peers.launch, launch)
             startup = Deadline(cfg.trainer.deadlines.startup_s, "the nodes (trainer.deadlines.startup_s)")
             _require_reachable(cfg, peers.meet(startup))
-            end = _run(Node(cfg, run_dir, tasks, output, events, peers=peers))
+            end = _run(NodeSupervisor(cfg, run_dir, tasks, output, events, peers=peers))
         if end.code == 0:
             run_results.print_results(run_dir)
         return end
@@ -88,10 +88,10 @@ def follow(args: argparse.Namespace, peers: Peers, output: MergedLog) -> End:
     peers.place = replace(peers.place, master=launch["master"], port=launch["port"])
     _require_reachable(cfg, [launch["master"]])
     peers.meet(Deadline(cfg.trainer.deadlines.startup_s, "the nodes (trainer.deadlines.startup_s)"))
-    return _run(Node(cfg, args.run_dir, launch["tasks"], output, peers=peers))
+    return _run(NodeSupervisor(cfg, args.run_dir, launch["tasks"], output, peers=peers))
 
 
-def _run(node: Node) -> End:
+def _run(node: NodeSupervisor) -> End:
     try:
         return node.run()
     finally:

@@ -74,7 +74,7 @@ def train_again(
     Raises ConfigError: there is no such run, or it does not have the checkpoint or the batches that this needs.
     """
     from nemo_prorl import settings
-    from nemo_prorl.launcher import job
+    from nemo_prorl.launcher import one_node
     from nemo_prorl.lifecycle.ledger import read_ledger
     from nemo_prorl.replay_training import ReplayPlan
 
@@ -101,7 +101,7 @@ def train_again(
         resets=resets,
         audit=audit,
     ).write(folder)
-    return job.replay(cfg, folder)
+    return one_node.replay(cfg, folder)
 
 
 def start_of(run_dir: Path, first: int, last: int) -> tuple[Path | None, int]:

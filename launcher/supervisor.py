@@ -59,7 +59,7 @@ class _Killed(BaseException):
     """A signal came for the second time, and all processes were killed."""
 
 
-class Node:
+class NodeSupervisor:
     """The supervisor of this node's processes.
 
     Args:

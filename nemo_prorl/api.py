@@ -119,10 +119,10 @@ def train(overrides: Overrides = (), config: str | Path | None = None) -> Run:
 def start(overrides: list[str], config: Path | None) -> tuple[Path, int]:
     """Start or continue a run; return its directory and the exit code of `prorl train`."""
     from nemo_prorl import settings
-    from nemo_prorl.launcher import job
+    from nemo_prorl.launcher import one_node
 
     cfg = settings.load_run(overrides, config)
-    return Path(cfg.run_dir), job.run(cfg, settings.resolved_yaml(cfg))
+    return Path(cfg.run_dir), one_node.run(cfg, settings.resolved_yaml(cfg))
 
 
 def evaluate(

@@ -214,10 +214,10 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 
 def _try_step(cfg: "DictConfig", config_text: str, events: "Events") -> int:
-    """Try one step for `prorl doctor --preflight`; passed as a function because the doctor must not import `job`."""
-    from nemo_prorl.launcher import job
+    """Try one step for `prorl doctor --preflight`; passed to the doctor, which must not import `one_node`."""
+    from nemo_prorl.launcher import one_node
 
-    return job.preflight(cfg, config_text, events)
+    return one_node.preflight(cfg, config_text, events)
 
 
 def _add(
@@ -263,9 +263,9 @@ def _warmup(arguments: argparse.Namespace) -> int | None:
     cfg = settings.load_run(arguments.overrides, arguments.config)
     if cfg.trainer.warmup.steps == 0:
         raise ConfigError("trainer.warmup.steps=0: expected at least 1 step for a warm-up")
-    from nemo_prorl.launcher import job
+    from nemo_prorl.launcher import one_node
 
-    result: int | None = job.warmup(cfg, settings.resolved_yaml(cfg))
+    result: int | None = one_node.warmup(cfg, settings.resolved_yaml(cfg))
     return result
 
 

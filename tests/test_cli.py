@@ -12,9 +12,9 @@ import pytest
 import yaml
 from omegaconf import DictConfig
 
-import nemo_prorl.launcher.job
+import nemo_prorl.launcher.one_node
 from nemo_prorl import cli, errors, settings
-from nemo_prorl.launcher import job
+from nemo_prorl.launcher import one_node
 from nemo_prorl.lifecycle.run_records import Journal
 from nemo_prorl.report import status
 
@@ -122,7 +122,7 @@ def test_train_hands_the_configuration_to_the_launcher(monkeypatch: pytest.Monke
         got.update(steps=cfg.trainer.grpo.max_steps, read=yaml.safe_load(text)["trainer"]["grpo"]["max_steps"])
         return 75
 
-    monkeypatch.setattr(nemo_prorl.launcher.job, "run", run)
+    monkeypatch.setattr(nemo_prorl.launcher.one_node, "run", run)
     assert cli.main(["train", "trainer.grpo.max_steps=6"]) == 75
     assert got == {"steps": 6, "read": 6}
 
@@ -147,7 +147,7 @@ def test_each_error_has_its_exit_code(
         if error is not None:
             raise error
 
-    monkeypatch.setattr(nemo_prorl.launcher.job, "run", run)
+    monkeypatch.setattr(nemo_prorl.launcher.one_node, "run", run)
     assert cli.main(["train"]) == code
     assert ("x is wrong" in caplog.text) == isinstance(error, errors.ProrlError)
 
@@ -183,7 +183,7 @@ def test_status_reads_the_files_of_a_run(tmp_path: Path) -> None:
 
 def test_status_tells_a_live_run_from_one_that_ended(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with job.locked(run):
+    with one_node.locked(run):
         (run / "config.yaml").write_text(settings.resolved_yaml(settings.load([])))
         journal = Journal(run)
         journal.append("start", 0, stage="none", version="0")

@@ -24,7 +24,7 @@ from nemo_prorl.config import ADVISING_RULES, RESET_RULES, ConfigKey, ResetsConf
 from nemo_prorl.data.laptop.model import build_tokenizer
 from nemo_prorl.data.render import PromptRenderer
 from nemo_prorl.launcher.processes import MergedLog
-from nemo_prorl.launcher.supervisor import Node
+from nemo_prorl.launcher.supervisor import NodeSupervisor
 from nemo_prorl.lifecycle.tolerances import engine_gap_alarm, kl_after_reset
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.policy.build import nemo_config
@@ -169,7 +169,7 @@ def _what_is_reset(cfg: DictConfig, folder: Path) -> Any:
 
 def _engine(cfg: DictConfig, folder: Path) -> Any:
     """Words and variables that an engine is started with."""
-    child = Node(cfg, folder, ["sums"], MergedLog(folder / "all.log"))._engine(0, folder / "weights", False)
+    child = NodeSupervisor(cfg, folder, ["sums"], MergedLog(folder / "all.log"))._engine(0, folder / "weights", False)
     given = child.env.get("CUDA_VISIBLE_DEVICES")
     return (
         [word for word in child.command[2:] if not word.startswith("/")],

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from nemo_prorl.config import Config
     from nemo_prorl.preflight import Plan
 
-# `launcher.job.preflight`: (configuration, configuration as YAML, receiver of failures) -> exit code of the trainer.
+# `launcher.one_node.preflight`: (configuration, it as YAML, receiver of failures) -> exit code of the trainer.
 TryStep = Callable[[DictConfig, str, Events], int]
 
 _PREFIX = ".prorl-preflight-"

@@ -23,7 +23,7 @@ from nemo_prorl.evaluation.run import check_rewards, stoppable, write_results
 from nemo_prorl.evaluation.sampling import BenchmarkWork, sample_and_judge
 from nemo_prorl.evaluation.store import Store, read_json, verdicts_folder
 from nemo_prorl.files import read_object, write_json
-from nemo_prorl.launcher.job import locked
+from nemo_prorl.launcher.one_node import locked
 from nemo_prorl.launcher.run_data import plain
 from nemo_prorl.rewards.discovery import discover
 from nemo_prorl.rewards.reverify import Summary, differs

@@ -137,7 +137,7 @@ def probe(cfg: DictConfig, out: Path, prompts: int, samples: int) -> dict[str, A
     from nemo_prorl.evaluation.run import local_engines
     from nemo_prorl.evaluation.sampling import sample_and_judge
     from nemo_prorl.files import write_json
-    from nemo_prorl.launcher.job import locked
+    from nemo_prorl.launcher.one_node import locked
     from nemo_prorl.launcher.prepare import check_node
 
     folder = _starting_model(cfg)

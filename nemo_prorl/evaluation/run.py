@@ -79,7 +79,7 @@ def evaluate(options: EvaluationOptions) -> EvaluationResults:
     check_rewards(cfg, known, [record for some in records.values() for record in some])
     from nemo_prorl.evaluation.duration import estimate
     from nemo_prorl.evaluation.sampling import sample_and_judge
-    from nemo_prorl.launcher.job import locked
+    from nemo_prorl.launcher.one_node import locked
 
     with locked(options.out):
         exported = (options.out / "model").exists()

@@ -9,9 +9,9 @@ from omegaconf import DictConfig
 
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.launcher.health import Health
-from nemo_prorl.launcher.job import clear_endpoints
+from nemo_prorl.launcher.one_node import clear_endpoints
 from nemo_prorl.launcher.processes import Child, MergedLog, stop_all
-from nemo_prorl.launcher.supervisor import Node
+from nemo_prorl.launcher.supervisor import NodeSupervisor
 from nemo_prorl.rewards.client import ClientOptions, RewardClient
 from nemo_prorl.rewards.connections import allow_connections
 
@@ -38,7 +38,7 @@ class Services:
         clear_endpoints(out)
         self.endpoints, self.token_file = out / "endpoints", out / "endpoints" / "token"
         self._cfg, self._out, self._engines = cfg, out, engines
-        node = Node(cfg, out, tasks, MergedLog(out / "logs" / "all.log"))
+        node = NodeSupervisor(cfg, out, tasks, MergedLog(out / "logs" / "all.log"))
         # alone: no weights are published, so the engines keep those of their model folder.
         self.children: list[Child] = node.services(self.endpoints, engines, alone=True)
 

@@ -107,13 +107,13 @@ def stand_in() -> None:
         return ["math"]
 
     def sleeps(name: str) -> "object":
-        def start(self: supervisor.Node, *_: object) -> Child:
+        def start(self: supervisor.NodeSupervisor, *_: object) -> Child:
             code = "import time; time.sleep(600)"
             return self._child(f"{name}-{self.place.node}", [sys.executable, "-c", code], {}, 0, False)
 
         return start
 
-    def ranks(self: supervisor.Node, _: list[str]) -> list[Child]:
+    def ranks(self: supervisor.NodeSupervisor, _: list[str]) -> list[Child]:
         number, steps = self.place.node, self.cfg.trainer.grpo.max_steps
         command = [sys.executable, __file__, "rank", str(self.dir), str(number), str(steps), str(self.place.nodes)]
         return [self._child(f"trainer-{number}", command, {}, 0, False)]
@@ -122,9 +122,9 @@ def stand_in() -> None:
         (prepare, "prepare", prepared),
         (prepare, "check_node", lambda *_: None),
         (run_results, "print_results", lambda run_dir: None),
-        (supervisor.Node, "_rewards", sleeps("rewards")),
-        (supervisor.Node, "_engine", sleeps("engine")),
-        (supervisor.Node, "_ranks", ranks),
+        (supervisor.NodeSupervisor, "_rewards", sleeps("rewards")),
+        (supervisor.NodeSupervisor, "_engine", sleeps("engine")),
+        (supervisor.NodeSupervisor, "_ranks", ranks),
     ):
         assert hasattr(module, name), f"{module}.{name}: nothing to replace"
         setattr(module, name, value)

@@ -6,7 +6,7 @@ import pytest
 
 from nemo_prorl import settings
 from nemo_prorl.launcher.processes import Child, MergedLog
-from nemo_prorl.launcher.supervisor import Node
+from nemo_prorl.launcher.supervisor import NodeSupervisor
 
 H100 = ["cluster=h100_4x8", "data=laptop", "pretrained_checkpoint.restore_from_path=null", "trainer.num_nodes=1"]
 WANTED = {
@@ -20,7 +20,7 @@ WANTED = {
 def started(folder: Path, *overrides: str) -> tuple[Child, Child]:
     """A rank and an engine, as they would be started."""
     cfg = settings.load([*overrides, f"run_dir={folder}"])
-    node = Node(cfg, folder, ["math"], MergedLog(folder / "all.log"))
+    node = NodeSupervisor(cfg, folder, ["math"], MergedLog(folder / "all.log"))
     return node._ranks(None)[0], node.services(folder / "weights")[1]
 
 

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from nemo_prorl import cli, settings
 from nemo_prorl.errors import ConfigError
-from nemo_prorl.launcher import job
+from nemo_prorl.launcher import one_node
 from nemo_prorl.launcher.doctor import trial_step
 from nemo_prorl.launcher.doctor.trial_step import TrialOutcome
 from nemo_prorl.preflight import Plan
@@ -233,7 +233,7 @@ def test_a_step_at_full_context_on_this_machine(root: Path, tmp_path: Path, monk
             *sizes,
         ]
     )
-    checks = list(trial_step.check_step(cfg, job.preflight, rows=16))
+    checks = list(trial_step.check_step(cfg, one_node.preflight, rows=16))
     assert [check.state for check in checks] == ["pass"] * 14, [check.line() for check in checks]
     said = [check.text for check in checks]
     assert any(text.startswith("generate: ") and "for 32 rows" in text for text in said)

@@ -11,7 +11,7 @@ from nemo_prorl.caches import cache_folder
 from nemo_prorl.errors import UnfitMachine
 from nemo_prorl.launcher import environment
 from nemo_prorl.launcher.processes import Child, MergedLog
-from nemo_prorl.launcher.supervisor import Node
+from nemo_prorl.launcher.supervisor import NodeSupervisor
 from nemo_prorl.settings import load
 from tests.launcher.test_gpu_node import GPU
 
@@ -22,7 +22,7 @@ USER = 12345  # has no passwd entry
 
 
 def children(folder: Path, *overrides: str) -> dict[str, Child]:
-    node = Node(load([f"run_dir={folder}", *overrides]), folder, ["chain_sum"], MergedLog(folder / "all.log"))
+    node = NodeSupervisor(load([f"run_dir={folder}", *overrides]), folder, ["chain_sum"], MergedLog(folder / "all.log"))
     return {child.name: child for child in [*node.services(folder), *node._ranks(None)]}
 
 

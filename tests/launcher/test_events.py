@@ -17,7 +17,7 @@ from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import DataError
 from nemo_prorl.files import Tail
 from nemo_prorl.launcher import events as events_module
-from nemo_prorl.launcher import job, supervisor
+from nemo_prorl.launcher import one_node, supervisor
 from nemo_prorl.launcher.events import Events, on_screen
 from nemo_prorl.launcher.processes import Child, ProcessFailed
 from nemo_prorl.lifecycle.run_records import Journal
@@ -224,23 +224,25 @@ def supervised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hook: str | None
     for name in ("logs", "endpoints"):
         (tmp_path / name).mkdir()
 
-    def child(node: supervisor.Node, name: str, code: str) -> Child:
+    def child(node: supervisor.NodeSupervisor, name: str, code: str) -> Child:
         return node._child(name, [sys.executable, "-c", code], {}, 0, False)
 
-    real = supervisor.Node._ranks
+    real = supervisor.NodeSupervisor._ranks
 
-    def ranks(node: supervisor.Node, only: str | None) -> list[Child]:
+    def ranks(node: supervisor.NodeSupervisor, only: str | None) -> list[Child]:
         [rank] = real(node, only)
         rank.command = [sys.executable, "-c", trainer]
         return [rank]
 
-    monkeypatch.setattr(job, "prepare", lambda *_: ["math"])
-    monkeypatch.setattr(supervisor.Node, "_ranks", ranks)
-    monkeypatch.setattr(supervisor.Node, "_rewards", lambda node: child(node, "rewards-0", service))
+    monkeypatch.setattr(one_node, "prepare", lambda *_: ["math"])
+    monkeypatch.setattr(supervisor.NodeSupervisor, "_ranks", ranks)
+    monkeypatch.setattr(supervisor.NodeSupervisor, "_rewards", lambda node: child(node, "rewards-0", service))
     monkeypatch.setattr(
-        supervisor.Node, "_engine", lambda node, i, *_: child(node, f"engine-{i}", "import time; time.sleep(60)")
+        supervisor.NodeSupervisor,
+        "_engine",
+        lambda node, i, *_: child(node, f"engine-{i}", "import time; time.sleep(60)"),
     )
-    return job.run(cfg, "")
+    return one_node.run(cfg, "")
 
 
 SLEEP = "import time; time.sleep(60)"

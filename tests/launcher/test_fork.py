@@ -12,7 +12,7 @@ import pytest
 from nemo_prorl import cli, settings
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.files import write_json
-from nemo_prorl.launcher import fork, job
+from nemo_prorl.launcher import fork, one_node
 from nemo_prorl.launcher.fork import arm_of, compared, report
 from nemo_prorl.lifecycle.ledger import read_ledger
 from nemo_prorl.lifecycle.ledger_diff import parting
@@ -84,7 +84,7 @@ def test_finished_arms_are_compared_and_nothing_is_started(
         assert list(cfg.trainer.trace_steps) == []
         raise AssertionError("an arm was started")
 
-    monkeypatch.setattr(job, "run", started)
+    monkeypatch.setattr(one_node, "run", started)
     (tmp_path / "checkpoints" / "step-000004").mkdir(parents=True)
     monkeypatch.setattr(fork, "chosen_checkpoint", lambda run_dir, which: run_dir / "checkpoints" / "step-000004")
     parent = settings.load(

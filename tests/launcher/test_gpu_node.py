@@ -20,7 +20,7 @@ from nemo_prorl.launcher.doctor import devices, network
 from nemo_prorl.launcher.doctor.check import Check
 from nemo_prorl.launcher.prepare import check_node
 from nemo_prorl.launcher.processes import MergedLog
-from nemo_prorl.launcher.supervisor import Node
+from nemo_prorl.launcher.supervisor import NodeSupervisor
 from nemo_prorl.sizing.cores import Cores
 from tests.launcher.test_doctor import states
 from tests.launcher.test_doctor_devices import H100
@@ -167,7 +167,7 @@ def test_on_an_older_driver_engines_alone_load_the_compatibility_libraries(
         return next(check for check in found if check.name == "driver")
 
     def paths() -> dict[str, str]:
-        node = Node(cfg, tmp_path, ["chain_sum"], MergedLog(tmp_path / "all.log"))
+        node = NodeSupervisor(cfg, tmp_path, ["chain_sum"], MergedLog(tmp_path / "all.log"))
         made = [*node.services(tmp_path), *node._ranks(None)]
         return {child.name: child.env["LD_LIBRARY_PATH"] for child in made}
 
@@ -243,7 +243,7 @@ def test_ranks_and_engines_run_near_their_gpus(tmp_path: Path) -> None:
 
 
 def test_a_supervisor_takes_them_from_the_machine(smi: Smi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nemo_prorl.launcher.supervisor import Node
+    from nemo_prorl.launcher.supervisor import NodeSupervisor
     from nemo_prorl.sizing import cores as cores_module
 
     smi(8)
@@ -251,10 +251,14 @@ def test_a_supervisor_takes_them_from_the_machine(smi: Smi, tmp_path: Path, monk
     (sysfs / "devices" / "system" / "node" / "node1" / "cpulist").write_text(f"{mine[-1]}\n")
     real = cores_module._near
     monkeypatch.setattr(cores_module, "_near", lambda bus, there, _: real(bus, there, sysfs))
-    node = Node(settings.load([*GPU, f"run_dir={tmp_path}"]), tmp_path, ["math"], MergedLog(tmp_path / "all.log"))
+    node = NodeSupervisor(
+        settings.load([*GPU, f"run_dir={tmp_path}"]), tmp_path, ["math"], MergedLog(tmp_path / "all.log")
+    )
     engines = node.services(tmp_path / "weights")[1:]
     assert engines[7].cores == [mine[-1]]
     assert node._ranks(None)[7].cores == [mine[-1]]
     monkeypatch.setenv("PATH", "/nowhere")  # no nvidia-smi: as before, all cores
-    again = Node(settings.load([*GPU, f"run_dir={tmp_path}"]), tmp_path, ["math"], MergedLog(tmp_path / "all.log"))
+    again = NodeSupervisor(
+        settings.load([*GPU, f"run_dir={tmp_path}"]), tmp_path, ["math"], MergedLog(tmp_path / "all.log")
+    )
     assert again.services(tmp_path / "weights")[1].cores is None

@@ -16,7 +16,7 @@ import pytest
 
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import DeadlineExceeded
-from nemo_prorl.launcher import job, node, prepare
+from nemo_prorl.launcher import node, one_node, prepare
 from nemo_prorl.launcher import peers as peers_module
 from nemo_prorl.launcher.node import main
 from nemo_prorl.launcher.peers import End, NodeEnded, Peers, Place, blame
@@ -161,7 +161,7 @@ def test_an_end_that_another_node_wrote_before_the_launch_is_heard(tmp_path: Pat
         (endpoints / name).touch()
     leader, other = peers_of(endpoints, 2, seconds=0.1)
     other.agree(End(3, "launches.jsonl: not visible on this node", "node1"))
-    job.clear_endpoints(tmp_path, keep=leader.files)
+    one_node.clear_endpoints(tmp_path, keep=leader.files)
     with pytest.raises(NodeEnded, match="node1: launches.jsonl: not visible on this node"):
         leader.require_no_end()
     assert sorted(path.name for path in endpoints.iterdir()) == ["node-1-1.json", "token"]
@@ -172,7 +172,7 @@ def test_a_file_that_another_node_renames_meanwhile_is_no_matter(
 ) -> None:
     (tmp_path / "endpoints").mkdir()
     monkeypatch.setattr(Path, "iterdir", lambda self: iter([self / "node-1-0.tmp"]))
-    job.clear_endpoints(tmp_path)
+    one_node.clear_endpoints(tmp_path)
 
 
 def test_a_stop_while_a_node_waits_for_the_decision_does_not_hide_why_it_ended(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_the_ranks_port_is_chosen_when_the_run_is_prepared(tmp_path: Path, monke
         (tmp_path / name).mkdir()
     monkeypatch.setattr(prepare, "prepare", prepared)
     monkeypatch.setattr(node, "free_port", chosen)
-    monkeypatch.setattr(node, "Node", Started)
+    monkeypatch.setattr(node, "NodeSupervisor", Started)
     words = [f"run_dir={tmp_path}", "cluster=slurm_dev", "trainer.num_nodes=1", "rollout.engines=1"]
     args = argparse.Namespace(overrides=words, lock_wait_s=0.0)
     place = Place(host="a")

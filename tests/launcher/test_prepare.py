@@ -14,7 +14,7 @@ from nemo_prorl import __version__, cli
 from nemo_prorl.cautions import cautions
 from nemo_prorl.errors import CheckpointError, ConfigError, DataError, ProrlError, UnfitMachine
 from nemo_prorl.launcher.doctor import storage
-from nemo_prorl.launcher.job import StillInUse, locked, run
+from nemo_prorl.launcher.one_node import StillInUse, locked, run
 from nemo_prorl.launcher.prepare import prepare, run_dir_fault, start_faults
 from nemo_prorl.lifecycle.retention import FORMAT
 from nemo_prorl.lifecycle.run_records import Journal

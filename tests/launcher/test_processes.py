@@ -187,7 +187,7 @@ def test_stopping_is_asked_for_and_then_enforced(start: Start, tmp_path: Path) -
 @pytest.mark.parametrize("sleep", [None, 2])
 def test_an_engine_is_told_its_kv_cache_and_whether_it_sleeps(tmp_path: Path, sleep: int | None) -> None:
     from nemo_prorl import settings
-    from nemo_prorl.launcher.supervisor import Node
+    from nemo_prorl.launcher.supervisor import NodeSupervisor
     from nemo_prorl.rollout.engine.server import arguments
     from nemo_prorl.sizing.memory import device_bytes, memory_of
 
@@ -195,19 +195,21 @@ def test_an_engine_is_told_its_kv_cache_and_whether_it_sleeps(tmp_path: Path, sl
     words = "null" if sleep is None else str(sleep)
     cfg = settings.load([*chosen, "rollout.engines=8", f"rollout.sleep={words}", f"run_dir={tmp_path}"])
     merged = MergedLog(tmp_path / "all.log")
-    [_, *engines] = Node(cfg, tmp_path, ["math"], merged).services(tmp_path / "weights")
+    [_, *engines] = NodeSupervisor(cfg, tmp_path, ["math"], merged).services(tmp_path / "weights")
     args = arguments(list(engines[3].command)[2:])
     memory, size = memory_of(cfg), device_bytes(cfg)
     assert size is not None
     assert args.sleep is (sleep is not None)
     assert args.hold_file == (None if sleep is None else str(tmp_path / "endpoints" / "engines-asleep"))
     assert args.kv_mb == (memory.kv_room(size) or 0) >> 20
-    alone = arguments(list(Node(cfg, tmp_path, ["math"], merged).services(tmp_path, 1, alone=True)[1].command)[2:])
+    alone = arguments(
+        list(NodeSupervisor(cfg, tmp_path, ["math"], merged).services(tmp_path, 1, alone=True)[1].command)[2:]
+    )
     assert (alone.sleep, alone.hold_file, alone.kv_mb) == (False, None, None)
     assert args.float32_head
     assert alone.float32_head
     cfg.trainer.grpo.float32_head = False
-    rounded = arguments(list(Node(cfg, tmp_path, ["math"], merged).services(tmp_path)[1].command)[2:])
+    rounded = arguments(list(NodeSupervisor(cfg, tmp_path, ["math"], merged).services(tmp_path)[1].command)[2:])
     assert not rounded.float32_head
 
 
@@ -215,11 +217,11 @@ def test_engines_on_devices_of_their_own_come_after_the_trainers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from nemo_prorl import settings
-    from nemo_prorl.launcher.supervisor import Node
+    from nemo_prorl.launcher.supervisor import NodeSupervisor
 
     chosen = ["cluster=h100_4x8_split", "pretrained_checkpoint.restore_from_path=null", f"run_dir={tmp_path}"]
     cfg = settings.load([*chosen, "trainer.num_nodes=1", "rollout.engines=3", "rollout.tensor_parallel_size=2"])
-    node = Node(cfg, tmp_path, ["math"], MergedLog(tmp_path / "all.log"))
+    node = NodeSupervisor(cfg, tmp_path, ["math"], MergedLog(tmp_path / "all.log"))
 
     def gpus(alone: bool = False) -> list[str]:
         return [child.env["CUDA_VISIBLE_DEVICES"] for child in node.services(tmp_path, alone=alone)[1:]]

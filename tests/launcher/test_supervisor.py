@@ -19,7 +19,7 @@ from nemo_prorl.launcher import supervisor
 from nemo_prorl.launcher.health import Health
 from nemo_prorl.launcher.peers import End, Peers, Place
 from nemo_prorl.launcher.processes import Child, MergedLog, ProcessFailed
-from nemo_prorl.launcher.supervisor import Node
+from nemo_prorl.launcher.supervisor import NodeSupervisor
 from nemo_prorl.lifecycle.stopping import FORWARDED_AS, JOB_START
 from nemo_prorl.rewards.options import add_server_arguments
 from nemo_prorl.rollout.engine.endpoint import served_file
@@ -42,7 +42,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 def trainer(folder: Path, *overrides: str) -> Child:
     cfg: DictConfig = load([f"run_dir={folder}", *overrides])
-    return Node(cfg, folder, ["chain_sum"], MergedLog(folder / "all.log"))._ranks(None)[0]
+    return NodeSupervisor(cfg, folder, ["chain_sum"], MergedLog(folder / "all.log"))._ranks(None)[0]
 
 
 def test_memory_that_a_tensor_freed_on_a_cpu_is_there_for_the_next(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_services_are_reached_where_they_listen(tmp_path: Path, place: Place, ho
         [f"run_dir={tmp_path}", f"trainer.num_nodes={place.nodes}", f"rollout.engines={place.nodes}"]
     )
     peers = Peers(tmp_path, place, "1", 0.1)
-    node = Node(cfg, tmp_path, ["chain_sum"], MergedLog(tmp_path / "all.log"), None, peers)
+    node = NodeSupervisor(cfg, tmp_path, ["chain_sum"], MergedLog(tmp_path / "all.log"), None, peers)
     command = node._rewards().command
     assert command[command.index("--public-host") + 1] == host
     assert command[command.index("--host") + 1] == ("0.0.0.0" if place.nodes > 1 else host)
@@ -79,7 +79,7 @@ def test_a_service_that_used_up_its_restarts_is_named(tmp_path: Path) -> None:
     engine.start()
     assert engine.process is not None
     engine.process.wait(20)
-    node = Node(cfg, tmp_path, ["chain_sum"], merged, None, Peers(tmp_path, place, "1", 0.1))
+    node = NodeSupervisor(cfg, tmp_path, ["chain_sum"], merged, None, Peers(tmp_path, place, "1", 0.1))
     health: Any = None
     end = node._watch([engine], [], health)
     assert (end.code, end.host, end.process, end.status) == (1, "b", "engine-1", 7)
@@ -103,7 +103,7 @@ def test_a_rank_learns_which_signal_it_was(number: signal.Signals, tmp_path: Pat
     rank.start()
     while not ready.exists():
         time.sleep(0.02)
-    with Node(cfg, tmp_path, ["chain_sum"], merged)._forwarding_signals([], [rank]):
+    with NodeSupervisor(cfg, tmp_path, ["chain_sum"], merged)._forwarding_signals([], [rank]):
         signal.raise_signal(number)
     assert rank.process is not None
     assert rank.process.wait(20) == FORWARDED_AS[number]
@@ -112,12 +112,12 @@ def test_a_rank_learns_which_signal_it_was(number: signal.Signals, tmp_path: Pat
 # --- what processes are told -----------------------------------------------------------------------------------------
 
 
-def node_of_two(folder: Path, *overrides: str) -> Node:
+def node_of_two(folder: Path, *overrides: str) -> NodeSupervisor:
     """The second node of two, each with two ranks and two engines."""
     sizes = ["trainer.num_nodes=2", "trainer.devices=2", "rollout.engines=4", "rollout.eager=true"]
     cfg: DictConfig = load([f"run_dir={folder}", *sizes, *overrides])
     place = Place(1, 2, "node1", "node0", 4321)
-    return Node(cfg, folder, ["math", "mine"], MergedLog(folder / "all.log"), None, Peers(folder, place, "1"))
+    return NodeSupervisor(cfg, folder, ["math", "mine"], MergedLog(folder / "all.log"), None, Peers(folder, place, "1"))
 
 
 def test_an_engine_is_told_the_settings_of_the_run(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_a_rank_knows_its_place_and_when_its_job_began(tmp_path: Path, monkeypat
 # --- a whole node, of processes that only wait or end ---------------------------------------------------------------
 
 
-class SmallNode(Node):
+class SmallNode(NodeSupervisor):
     """A node of one engine and ranks that run these programs.
 
     `WAIT` in the program of a rank waits until the engine has begun as often as it says.

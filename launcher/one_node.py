@@ -1,6 +1,6 @@
 """The start of a run on one node: lock the run directory, check configuration and data, start the supervisor.
 
-Node 0 of a run on several nodes uses the same parts.  Every fault of the configuration or the data is reported before
+Node 0 of a run on several nodes uses the same parts (`node`, started by `slurm_driver`).  Every fault of the configuration or the data is reported before
 any engine or rank starts.
 """
 
@@ -26,7 +26,7 @@ from nemo_prorl.launcher.events import Events
 from nemo_prorl.launcher.peers import Peers, Place
 from nemo_prorl.launcher.prepare import prepare
 from nemo_prorl.launcher.processes import MergedLog, free_port
-from nemo_prorl.launcher.supervisor import Node
+from nemo_prorl.launcher.supervisor import NodeSupervisor
 from nemo_prorl.sizing.memory import GB, memory_of
 
 _log = logging.getLogger(__name__)
@@ -83,14 +83,16 @@ def replay(cfg: DictConfig, folder: Path) -> int:
         clear_endpoints(folder)
         peers = Peers(folder / "endpoints", Place(port=free_port("127.0.0.1")))
         log = MergedLog(folder / "logs" / "all.log")
-        return Node(cfg, folder, [], log, events, peers=peers).run("replay").code
+        return NodeSupervisor(cfg, folder, [], log, events, peers=peers).run("replay").code
 
 
 def _supervise(cfg: DictConfig, run_dir: Path, config_text: str, events: Events, only: str | None = None) -> int:
     tasks = prepare(cfg, run_dir, config_text)
     clear_endpoints(run_dir)
     peers = Peers(run_dir / "endpoints", Place(port=free_port("127.0.0.1")))
-    return Node(cfg, run_dir, tasks, MergedLog(run_dir / "logs" / "all.log"), events, peers=peers).run(only).code
+    return (
+        NodeSupervisor(cfg, run_dir, tasks, MergedLog(run_dir / "logs" / "all.log"), events, peers=peers).run(only).code
+    )
 
 
 def one_node(cfg: DictConfig) -> Path:

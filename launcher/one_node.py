@@ -1,7 +1,7 @@
 """The start of a run on one node: lock the run directory, check configuration and data, start the supervisor.
 
-Node 0 of a run on several nodes uses the same parts (`node`, started by `slurm_driver`).  Every fault of the configuration or the data is reported before
-any engine or rank starts.
+Node 0 of a run on several nodes uses the same parts (`node`, started by `slurm_driver`).  Every fault of the
+configuration or the data is reported before any engine or rank starts.
 """
 
 import errno

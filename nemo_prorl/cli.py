@@ -160,12 +160,12 @@ def _add_parts(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     from nemo_prorl.data.prepare import cli as data_cli
     from nemo_prorl.evaluation import cli as evaluation_cli
     from nemo_prorl.evaluation import probe, watch
-    from nemo_prorl.launcher import audit, chain, doctor, fork, replayed
+    from nemo_prorl.launcher import chain, doctor, fork, replayed
     from nemo_prorl.lifecycle import control
     from nemo_prorl.migration import cli as migration_cli
     from nemo_prorl.planning import bisect, replay
+    from nemo_prorl.report import audit, forecast
     from nemo_prorl.report import cli as report_cli
-    from nemo_prorl.report import forecast
     from nemo_prorl.rewards import cli as rewards_cli
     from nemo_prorl.rewards import reverify
 

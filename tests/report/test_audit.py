@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nemo_prorl import cli
-from nemo_prorl.launcher.audit import Tokens, differences
+from nemo_prorl.report.audit import Tokens, differences
 from nemo_prorl.report.tokens import ShownResponse, write_page
 
 

@@ -167,12 +167,21 @@ def check_prompts(
 
 
 def check_generators(cfg: DictConfig) -> None:
-    """Raise ConfigError if a generator of problems refuses its options."""
+    """Raise ConfigError if a generator of problems does not have its options, or one of ours refuses a value."""
     from nemo_prorl.data.laptop.generators import drawer
+    from nemo_prorl.data.prepared import reasoning_gym_options
 
     for source in (*cfg.data.train, *cfg.data.validation):
-        if source.generator is not None and source.options:
+        package, _, dataset = str(source.generator).partition(":")
+        if source.generator is None or not source.options:
+            continue
+        if package != "reasoning_gym":
             drawer(source)
+        elif (known := reasoning_gym_options(dataset)) and (wrong := sorted(set(source.options) - known)):
+            raise ConfigError(
+                f"data source '{source.name}': {source.generator}: unknown option {', '.join(wrong)}; expected one of"
+                f" {', '.join(sorted(known))}"
+            )
 
 
 def check_own_functions(cfg: DictConfig) -> None:

@@ -5,6 +5,7 @@ OmegaConf.  `prorl plan` warns of a fault; `doctor`, `train`, `launch` and a Slu
 allocate a GPU.
 """
 
+import ast
 import functools
 import re
 import shlex
@@ -58,21 +59,29 @@ def is_elsewhere(cfg: DictConfig) -> bool:
     return bool(missing_files(cfg)) and not any(Path(path).parent.is_dir() for path in paths)
 
 
-@functools.cache
-def reasoning_gym_names() -> list[str]:
-    """Return the names of reasoning-gym's datasets, read from its files, because its import takes seconds.
+_DATASET = re.compile(r'(?:DATASET_NAME = |register_dataset\()"(\w+)"')
 
-    The list is empty if the package is not installed.
-    """
+
+@functools.cache
+def _reasoning_gym() -> dict[str, str]:
+    """Return {dataset of reasoning-gym: its file}, because its import takes seconds; {} if it is not installed."""
     spec = find_spec("reasoning_gym")
-    texts = (
-        file.read_text()
-        for root in (spec and spec.submodule_search_locations) or ()
-        for file in Path(root).rglob("*.py")
-    )
-    return sorted(
-        {name for text in texts for name in re.findall(r'(?:DATASET_NAME = |register_dataset\()"(\w+)"', text)}
-    )
+    roots = (spec and spec.submodule_search_locations) or ()
+    texts = [file.read_text() for root in roots for file in Path(root).rglob("*.py")]
+    return {name: text for text in texts for name in _DATASET.findall(text)}
+
+
+def reasoning_gym_names() -> list[str]:
+    """Return the names of reasoning-gym's datasets; an empty list if the package is not installed."""
+    return sorted(_reasoning_gym())
+
+
+def reasoning_gym_options(dataset: str) -> set[str]:
+    """Return the names of a dataset's options, perhaps with those of another one in its file; empty: not known."""
+    classes = (node for node in ast.parse(_reasoning_gym().get(dataset, "")).body if isinstance(node, ast.ClassDef))
+    configs = [node for node in classes if node.name.endswith("Config")]
+    fields = (item.target for node in configs for item in node.body if isinstance(item, ast.AnnAssign))
+    return {target.id for target in fields if isinstance(target, ast.Name)} - {"seed", "size"}
 
 
 def preparing(path: str) -> str | None:

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from nemo_prorl.data.prepared import (
     missing_tasks,
     preparing,
     reasoning_gym_names,
+    reasoning_gym_options,
     task_of,
 )
 from nemo_prorl.errors import ConfigError
@@ -236,3 +238,5 @@ def test_the_names_of_datasets_are_those_of_the_package() -> None:
     from reasoning_gym.factory import DATASETS
 
     assert reasoning_gym_names() == sorted(DATASETS)
+    for name, (_, config) in DATASETS.items():
+        assert {field.name for field in fields(config)} - {"seed", "size"} <= reasoning_gym_options(name), name

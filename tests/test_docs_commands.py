@@ -207,6 +207,8 @@ def prepared(place: Path) -> None:
     half_billion.mkdir(parents=True)
     (half_billion / "config.json").write_text(json.dumps(QWEN_0P5B))
     write_hollow(half_billion)
+    build_tokenizer(["What?", "How?"]).save_pretrained(half_billion)
+    (half_billion / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
 
 
 def with_model(words: Words, folder: Path) -> Words:
@@ -251,6 +253,7 @@ def test_what_would_be_run_is_told(
 @commands_of("prorl convert")
 def test_another_configuration_is_converted(words: Words, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = "actor_rollout_ref.model.path=m data.train_batch_size=8 actor_rollout_ref.actor.ppo_mini_batch_size=8"
+    sizes += " actor_rollout_ref.rollout.n=4"
     (place / words[-1]).write_text(f"python3 -m verl.trainer.main_ppo {sizes} trainer.total_training_steps=15\n")
     done(words[1:])
     assert "trainer.grpo.prompts_per_step=8" in capsys.readouterr().out

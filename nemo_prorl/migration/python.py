@@ -6,7 +6,7 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-from nemo_prorl.migration.literals import ARITHMETIC, Fold, Options, in_order, is_parsing, last_name
+from nemo_prorl.migration.literals import ARITHMETIC, Fold, Options, bound_names, in_order, is_parsing, last_name
 from nemo_prorl.migration.names import table
 from nemo_prorl.migration.shell import UNREAD, Expression
 
@@ -120,10 +120,8 @@ class _Script:
         """Return the names that are bound to a configuration."""
         parsed = self._parsed_classes()
         found = {name for name, value in self._bindings() if self._kind(value) == _CONFIG}
-        for node in self.nodes:
-            target = node.targets[0] if isinstance(node, ast.Assign) else None
-            if target is not None and is_parsing(node.value):  # type: ignore[attr-defined]
-                names = [ast.unparse(one) for one in getattr(target, "elts", [target])]
+        for names, value in bound_names(self.nodes):
+            if is_parsing(value):
                 pairs = zip(names, parsed, strict=False)
                 found |= {name for name, kind in pairs if self._kind_of_class(kind) == _CONFIG}
         size = -1

@@ -15,6 +15,8 @@ _MORE = {  # short and common forms
     "train_batch_size": "trainer.grpo.prompts_per_step",
     "per_device_train_batch_size": "trainer.grpo.prompts_per_step",
     "gradient_accumulation_steps": "trainer.grpo.prompts_per_step",  # the product of both is the batch
+    "gradient_clip": "trainer.gradient_clip_val",
+    "gradient_clipping": "trainer.gradient_clip_val",
     "kl_coef": "trainer.grpo.kl_coef",
     "clip_ratio": "trainer.grpo.clip_low",
     "eps_clip": "trainer.grpo.clip_low",

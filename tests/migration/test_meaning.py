@@ -383,6 +383,7 @@ def test_the_older_correction_of_verl_is_converted(
     [
         ("trl", "a.py", "GRPOConfig(beta=0, learn_rate=5e-6)", "learn_rate=5e-06: did you mean learning_rate?"),
         ("trl", "a.py", "GRPOConfig(beta=0, temprature=0.5)", "temprature=0.5: did you mean temperature?"),
+        ("trl", "a.py", "GRPOConfig(beta=0, gradient_clip=0.5)", "gradient_clip=0.5: did you mean max_grad_norm?"),
         (
             "verl",
             "a.sh",

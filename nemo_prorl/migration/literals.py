@@ -131,15 +131,11 @@ class Fold(ast.NodeTransformer):
             return
         if any(self._stored[name] > 1 for name in names):  # which of them a use has is not evaluated
             return
-        parsers = [
-            n for n in nodes if isinstance(n, ast.Call) and last_name(n) in ("TrlParser", "HfArgumentParser") and n.args
-        ]
+        parsers = list(parsed_classes(nodes))
         if not parsers:
             self._options[names[0]] = dict(of_parser)
             return
-        listed = parsers[0].args[0]
-        kinds = [ast.unparse(one).rsplit(".", 1)[-1] for one in getattr(listed, "elts", [listed])]
-        for name, kind in zip(names, kinds, strict=False):
+        for name, kind in zip(names, parsers[0], strict=False):
             fields = {key: self.flags.get(key, default) for key, default in self._fields.get(kind, {}).items()}
             self._options[name] = (self.flags if kind not in self._fields else {}) | fields
 
@@ -244,6 +240,17 @@ def last_name(node: ast.expr | None) -> str:
 
 def is_parsing(node: ast.expr) -> bool:
     return last_name(node) in ("parse_args", "parse_known_args", "parse_args_and_config", "parse_args_into_dataclasses")
+
+
+def parsed_classes(nodes: list[ast.AST]) -> Iterator[list[str]]:
+    """Yield for each parser of transformers or TRL the names of the classes that it fills."""
+    assigned = {names[0]: value for names, value in bound_names(nodes)}
+    for node in nodes:
+        if isinstance(node, ast.Call) and last_name(node) in ("TrlParser", "HfArgumentParser"):
+            named = [one.value for one in node.keywords if one.arg == "dataclass_types"]
+            for given in [*node.args, *named][:1]:
+                listed = assigned.get(ast.unparse(given), given)
+                yield [ast.unparse(one).rsplit(".", 1)[-1] for one in getattr(listed, "elts", [listed])]
 
 
 def bound_names(nodes: list[ast.AST]) -> Iterator[tuple[list[str], ast.expr]]:

@@ -143,6 +143,18 @@ def test_the_options_of_trl_s_parser_are_settings(tmp_path: Path, capsys: pytest
     assert any(line.startswith("  a.py: this file is missing, and what it sets was not read") for line in comments)
 
 
+@pytest.mark.parametrize("classes", ["kinds", "dataclass_types=kinds"])
+def test_a_parser_s_classes_may_have_a_name(classes: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = PARSER.replace("parser = TrlParser((Mine, Own, ModelConfig))", f"parser = TrlParser({classes})")
+    (tmp_path / "a.py").write_text(f"def some():\n    kinds = [Mine, Own, ModelConfig]\n{text}")
+    text = "python a.py --model_name_or_path org/m --temperature 0.9 --max_steps 3 --group 8"
+    overrides, _ = converted("trl", text, tmp_path / "run.sh", capsys)
+    assert {"pretrained_checkpoint.restore_from_path=org/m", f"{GRPO}.temperature=0.9"} <= set(overrides)
+    (tmp_path / "a.py").write_text((tmp_path / "a.py").read_text().replace("    kinds =", "    types ="))
+    _, comments = converted("trl", text, tmp_path / "run.sh", capsys, code=2)
+    assert "  kinds: what the parser fills has no value here: name GRPOConfig in its call" in comments
+
+
 @pytest.mark.parametrize(
     "call", ["main(*parser.parse_args_and_config())", "given = parser.parse_args_and_config()\nmain(*given)"]
 )

@@ -11,6 +11,7 @@ ADVANTAGE, AGGREGATION, LOSS = (f"{GRPO}.{key}" for key in ("advantage", "aggreg
 CLIP_LOW, CLIP_HIGH, DUAL_CLIP = (f"{GRPO}.{key}" for key in ("clip_low", "clip_high", "dual_clip"))
 KL, ESTIMATOR, ENTROPY = f"{GRPO}.kl_coef", f"{GRPO}.kl_estimator", f"{GRPO}.entropy_coef"
 CORRECTION, SAMPLING = f"{GRPO}.correction", f"{GRPO}.dynamic_sampling"
+VALIDATE_EVERY = f"{GRPO}.validate_every"
 STEPS, LR, SCHED = f"{GRPO}.max_steps", "model.optim.lr", "model.optim.sched"
 
 
@@ -158,6 +159,15 @@ def tell_cispo(made: Converted, key: str) -> None:
     """Tell that the other trainer's CISPO also has a lower bound, if a ratio can be below it."""
     if made.overrides.get(LOSS) == "cispo" and (made.overrides.get(CLIP_LOW) or 0) < 1:
         made.differs.append(f"{key}: ratios below 1 - clip_low are raised to it there; cispo has no lower bound here")
+
+
+def set_validation(made: Converted, samples: Any, temperature: Any, top_p: Any) -> None:
+    """Set what the file leaves out of how validations sample to the values of the other trainer, and tell all."""
+    values = {"samples": samples, "temperature": temperature, "top_p": top_p}
+    known = {f"{GRPO}.validation_{key}": value for key, value in values.items() if isinstance(value, int | float)}
+    made.overrides = known | made.overrides
+    told = ", ".join(f"{key}={made.overrides[key]:g}" for key in known if key not in made.unknown)
+    made.notes.append(f"validations sample as the evaluations there: {told}")
 
 
 def tell_constant(made: Converted, key: str, value: Any, length: str) -> None:

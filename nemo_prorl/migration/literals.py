@@ -22,6 +22,7 @@ ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "int": int, "float": float, "str": str, "bool": bool, "min": min, "max": max, "dict": dict, "list": list,
 }  # fmt: skip
+_MODEL_NAMES = "pretrained_model_name_or_path", "model_name"
 _CHANGES = {"append", "clear", "extend", "insert", "pop", "remove", "setdefault", "update"}
 Options = dict[str, Any]
 
@@ -38,7 +39,9 @@ class Fold(ast.NodeTransformer):
         nodes = list(in_order(tree))
         classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
         fields = {id(one) for node in classes for one in node.body}
-        stored = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+        adapted = {id(node.targets[0]) for node in nodes if isinstance(node, ast.Assign) and _is_adapted(node)}
+        places = [node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+        stored = [node.id for node in places if id(node) not in adapted]
         self._stored = Counter(stored)
         bound = Counter(stored)
         bound.update(node.arg for node in nodes if isinstance(node, ast.arg))
@@ -52,26 +55,27 @@ class Fold(ast.NodeTransformer):
             self._fields = {one.name: dict(self._of_class(one)) for one in classes}
             of_parser = dict(self._of_parser(nodes))
             for statement in statements:
-                self._bind(statement, bound, nodes, of_parser)
+                self._bind(statement, bound)
+            for names, value in bound_names(nodes):
+                self._bind_parsed(names, value, nodes, of_parser)
             self._bind_parameters(nodes, of_parser)
         self._options |= {name: found for name, found in self._fields.items() if name not in self._options}
         for node in nodes:
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                 self._options.get(ast.unparse(node.value), {}).pop(node.attr, None)
 
-    def _bind(
-        self, node: ast.Assign | ast.AnnAssign, bound: Mapping[str, int], nodes: list[ast.AST], of_parser: Options
-    ) -> None:
+    def _bind(self, node: ast.Assign | ast.AnnAssign, bound: Mapping[str, int]) -> None:
         target = node.targets[0] if isinstance(node, ast.Assign) else node.target
         if node.value is None:
             return
+        if isinstance(target, ast.Tuple) and last_name(node.value) == "from_pretrained":  # Unsloth's, with a tokenizer
+            target = target.elts[0]
         if isinstance(target, ast.Name) and bound[target.id] == 1:
             with suppress(ValueError, TypeError):
                 self._known[target.id] = self.value(node.value)
             if isinstance(node.value, ast.Call) and last_name(node.value) in self._fields:
                 given = {one.arg: self.get(one.value) for one in node.value.keywords if one.arg}
                 self._options[target.id] = self._fields[last_name(node.value)] | given
-        self._bind_parsed(target, node.value, nodes, of_parser)
 
     def fields(self, name: str) -> Options:
         """Return {field: default} of a class of the file."""
@@ -121,22 +125,17 @@ class Fold(ast.NodeTransformer):
             else:
                 yield name, options.get("default", default)
 
-    def _bind_parsed(self, target: ast.expr, value: ast.expr, nodes: list[ast.AST], of_parser: Options) -> None:
-        """Bind the names on the left of `... = parser.parse_args()` to the options."""
+    def _bind_parsed(self, names: list[str], value: ast.expr, nodes: list[ast.AST], of_parser: Options) -> None:
+        """Bind the names that get what `parser.parse_args()` returns to the options."""
         if not is_parsing(value) and not self._returns_parsed(value, nodes):
             return
-        names = [ast.unparse(one) for one in getattr(target, "elts", [target])]
         if any(self._stored[name] > 1 for name in names):  # which of them a use has is not evaluated
             return
-        parsers = [
-            n for n in nodes if isinstance(n, ast.Call) and last_name(n) in ("TrlParser", "HfArgumentParser") and n.args
-        ]
+        parsers = list(parsed_classes(nodes))
         if not parsers:
             self._options[names[0]] = dict(of_parser)
             return
-        listed = parsers[0].args[0]
-        kinds = [ast.unparse(one).rsplit(".", 1)[-1] for one in getattr(listed, "elts", [listed])]
-        for name, kind in zip(names, kinds, strict=False):
+        for name, kind in zip(names, parsers[0], strict=False):
             fields = {key: self.flags.get(key, default) for key, default in self._fields.get(kind, {}).items()}
             self._options[name] = (self.flags if kind not in self._fields else {}) | fields
 
@@ -204,8 +203,8 @@ class Fold(ast.NodeTransformer):
             if name in ("os.getenv", "os.environ.get") and len(node.args) == 2:
                 variable = self.value(node.args[0])  # a variable of the environment counts as not set
                 return node if "RANK" in variable or "WORLD" in variable else _literal(self.value(node.args[1]), node)
-            if name.endswith(".from_pretrained") and name.startswith("AutoModel") and node.args:
-                return _literal(self.value(node.args[0]), node)
+            if (model := _pretrained(node)) is not None:
+                return _literal(self.value(model), node)
         return node
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
@@ -241,6 +240,51 @@ def last_name(node: ast.expr | None) -> str:
 
 def is_parsing(node: ast.expr) -> bool:
     return last_name(node) in ("parse_args", "parse_known_args", "parse_args_and_config", "parse_args_into_dataclasses")
+
+
+def parsed_classes(nodes: list[ast.AST]) -> Iterator[list[str]]:
+    """Yield for each parser of transformers or TRL the names of the classes that it fills."""
+    assigned = {names[0]: value for names, value in bound_names(nodes)}
+    for node in nodes:
+        if isinstance(node, ast.Call) and last_name(node) in ("TrlParser", "HfArgumentParser"):
+            named = [one.value for one in node.keywords if one.arg == "dataclass_types"]
+            for given in [*node.args, *named][:1]:
+                listed = assigned.get(ast.unparse(given), given)
+                yield [ast.unparse(one).rsplit(".", 1)[-1] for one in getattr(listed, "elts", [listed])]
+
+
+def bound_names(nodes: list[ast.AST]) -> Iterator[tuple[list[str], ast.expr]]:
+    """Yield (names, value) of assignments, and of calls `f(*value)`, which bind the parameters of the file's `f`."""
+    functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
+    assigned: dict[str, ast.expr] = {}
+    for node in nodes:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            names = [ast.unparse(one) for one in getattr(target, "elts", [target])]
+            assigned[names[0]] = node.value
+            yield names, node.value
+    for node in nodes:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in functions and node.args:
+            parameters = [one.arg for one in functions[node.func.id].args.args]
+            if parameters and isinstance(last := node.args[-1], ast.Starred):
+                yield parameters[len(node.args) - 1 :], assigned.get(ast.unparse(last.value), last.value)
+
+
+def _pretrained(node: ast.Call) -> ast.expr | None:
+    """Return the argument of `CLASS.from_pretrained(...)` that names the model; None for other calls and classes."""
+    if not isinstance(node.func, ast.Attribute) or node.func.attr != "from_pretrained":
+        return None
+    kind = ast.unparse(node.func.value).rsplit(".", 1)[-1]
+    if "Peft" in kind or not ("Model" in kind or kind.endswith(("ForCausalLM", "ForConditionalGeneration"))):
+        return None
+    return next(iter([*node.args, *(one.value for one in node.keywords if one.arg in _MODEL_NAMES)]), None)
+
+
+def _is_adapted(node: ast.Assign) -> bool:
+    """Return whether an assignment gives a model its adapters: `model = get_peft_model(model, ...)`."""
+    given = node.value.args if isinstance(node.value, ast.Call) else []
+    is_same = len(node.targets) == 1 and bool(given) and ast.unparse(given[0]) == ast.unparse(node.targets[0])
+    return is_same and last_name(node.value).endswith("get_peft_model")
 
 
 def _literal(value: Any, node: ast.expr) -> ast.expr:

@@ -15,6 +15,8 @@ _MORE = {  # short and common forms
     "train_batch_size": "trainer.grpo.prompts_per_step",
     "per_device_train_batch_size": "trainer.grpo.prompts_per_step",
     "gradient_accumulation_steps": "trainer.grpo.prompts_per_step",  # the product of both is the batch
+    "gradient_clip": "trainer.gradient_clip_val",
+    "gradient_clipping": "trainer.gradient_clip_val",
     "kl_coef": "trainer.grpo.kl_coef",
     "clip_ratio": "trainer.grpo.clip_low",
     "eps_clip": "trainer.grpo.clip_low",
@@ -46,12 +48,17 @@ def table(trainer: str) -> dict[str, Any]:
 
 
 @functools.cache
-def known(trainer: str) -> tuple[set[str], set[str]]:
-    """Return the names of which a trainer's dotted keys consist, and those of its sections with keys of any name."""
+def known(trainer: str, is_alone: bool = False) -> tuple[set[str], set[str]]:
+    """Return the names of which a trainer's dotted keys consist, and those of its sections with keys of any name.
+
+    Args:
+        is_alone: of a key without a section: names that stand only below one are none of its names.
+    """
     tables = table(trainer)
     keys = [*tables["keys"], *tables["derived"], *tables["defaults"], *tables["neutral"], *tables["ignored"]]
     keys += [name for pair in tables["aliases"].items() for name in pair]
-    return {part for key in keys for part in key.split(".")} | set(tables["known"].split()), set(tables["free"].split())
+    parts = set(keys) if is_alone else {part for key in keys for part in key.split(".")}
+    return parts | set(tables["known"].split()), set(tables["free"].split())
 
 
 @functools.cache

@@ -6,7 +6,16 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-from nemo_prorl.migration.literals import ARITHMETIC, Fold, Options, in_order, is_parsing, last_name
+from nemo_prorl.migration.literals import (
+    ARITHMETIC,
+    Fold,
+    Options,
+    bound_names,
+    in_order,
+    is_parsing,
+    last_name,
+    parsed_classes,
+)
 from nemo_prorl.migration.names import table
 from nemo_prorl.migration.shell import UNREAD, Expression
 
@@ -66,6 +75,8 @@ class _Script:
             own = {name for one in parsed if self._kind_of_class(one) == _CONFIG for name in self.fold.fields(one)}
             found |= {key: value for key, value in self.flags.items() if key not in options - own}
         calls = [node for node in self.nodes if isinstance(node, ast.Call) and self._kind(node) == _CONFIG]
+        for names in parsed_classes(self.nodes) if not calls and not parsed else ():
+            yield f"{UNREAD}{', '.join(names)}", f"what the parser fills has no value here: name {_CONFIG} in its call"
         for key, value in self._of_calls(calls):
             found[key] = value
         for node in self.nodes:
@@ -109,21 +120,15 @@ class _Script:
 
     def _parsed_classes(self) -> list[str]:
         """Return the classes that a parser of the file fills from the command line, if one of them is a GRPOConfig."""
-        for node in self.nodes:
-            if isinstance(node, ast.Call) and last_name(node) in ("TrlParser", "HfArgumentParser") and node.args:
-                names = [ast.unparse(one).rsplit(".", 1)[-1] for one in getattr(node.args[0], "elts", [node.args[0]])]
-                if any(self._kind_of_class(name) == _CONFIG for name in names):
-                    return names
-        return []
+        found = parsed_classes(self.nodes)
+        return next((names for names in found if any(self._kind_of_class(name) == _CONFIG for name in names)), [])
 
     def _configs(self) -> set[str]:
         """Return the names that are bound to a configuration."""
         parsed = self._parsed_classes()
         found = {name for name, value in self._bindings() if self._kind(value) == _CONFIG}
-        for node in self.nodes:
-            target = node.targets[0] if isinstance(node, ast.Assign) else None
-            if target is not None and is_parsing(node.value):  # type: ignore[attr-defined]
-                names = [ast.unparse(one) for one in getattr(target, "elts", [target])]
+        for names, value in bound_names(self.nodes):
+            if is_parsing(value):
                 pairs = zip(names, parsed, strict=False)
                 found |= {name for name, kind in pairs if self._kind_of_class(kind) == _CONFIG}
         size = -1

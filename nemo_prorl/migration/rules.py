@@ -4,6 +4,7 @@
 the other trainer's defaults.  So a number that the file leaves out becomes an override, too.
 """
 
+import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatch
@@ -95,6 +96,7 @@ def convert(trainer: str, given: Mapping[str, Any]) -> Converted:
     if "run_dir" not in made.overrides | made.unknown:
         made.notes.append("run_dir=DIR names the folder of the run; without it, the folder is runs/laptop")
     made.notes.append("cluster=h100_4x8 is for GPUs; without a GPU take cluster=laptop")
+    _name_as_given(made, {tables["aliases"][key]: key for key in given if key in tables["aliases"]})
     return made
 
 
@@ -157,6 +159,22 @@ def _sort_rest(made: Converted, named: Mapping[str, Any], trainer: str) -> None:
     made.needless = list(dict.fromkeys(made.needless))
 
 
+def _name_as_given(made: Converted, older: Mapping[str, str]) -> None:
+    """Name settings as the file does; `older`: {today's name: name in the file}."""
+    if not older:
+        return
+    words = re.compile(rf"(?<![\w.])({'|'.join(map(re.escape, older))})(?!\.?\w)")
+
+    def told(text: str) -> str:
+        return words.sub(lambda found: older[found[0]], text)
+
+    made.unknown = {told(key): told(why) for key, why in made.unknown.items()}
+    made.left = {told(key): value for key, value in made.left.items()}
+    made.differs, made.notes, made.needless = (
+        [told(text) for text in texts] for texts in (made.differs, made.notes, made.needless)
+    )
+
+
 def _without_value(key: str, value: Any) -> str:
     return f"{key} {value}" if isinstance(value, Absent) else f"{key}={value} has no value here"
 
@@ -190,7 +208,7 @@ def _sort_neutral(made: Converted, named: Mapping[str, Any], tables: Mapping[str
 
 def _mistake(key: str, trainer: str) -> str | None:
     """Return what to say of a key with a part that the other trainer does not know; None if it knows all parts."""
-    names, free = known(trainer)
+    names, free = known(trainer, "." not in key)
     if "." not in key and trainer in ("verl", "nemo_rl"):  # a flag of another command of the script
         return None
     for part in key.split("."):

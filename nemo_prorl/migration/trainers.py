@@ -20,6 +20,7 @@ from nemo_prorl.migration.converted import (
     PROMPTS,
     RESPONSE,
     SAMPLING,
+    VALIDATE_EVERY,
     Converted,
     set_bf16,
     set_clip,
@@ -27,6 +28,7 @@ from nemo_prorl.migration.converted import (
     set_draws,
     set_kl_of_rewards,
     set_updates,
+    set_validation,
     set_wandb,
     tell_cispo,
     tell_constant,
@@ -376,6 +378,8 @@ def _openrlhf(made: Converted) -> None:
     if (size := take("train.batch_size")) is not None:
         set_updates(made, size, "train.batch_size")
     openrlhf_schedule(made)
+    if VALIDATE_EVERY in made.overrides:
+        set_validation(made, 4, 0.6, made.rest.get("rollout.top_p", 1))  # the defaults of eval.*
     _openrlhf_advantage(made)
     _openrlhf_kl(made)
     _openrlhf_correction(made)

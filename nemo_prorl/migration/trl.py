@@ -16,15 +16,19 @@ from nemo_prorl.migration.converted import (
     KL,
     LOSS,
     LR,
+    PROMPT,
     PROMPTS,
     SAMPLING,
     SCHED,
+    STEPS,
     UPDATES,
+    VALIDATE_EVERY,
     Converted,
     set_bf16,
     set_clip,
     set_correction,
     set_updates,
+    set_validation,
     set_wandb,
     tell_constant,
     tell_data,
@@ -32,10 +36,8 @@ from nemo_prorl.migration.converted import (
 from nemo_prorl.migration.schedules import tell_updates, trl_schedule
 from nemo_prorl.migration.shell import Expression
 
-_UPDATE_COUNTS = [f"{GRPO}.{key}" for key in ("max_steps", "checkpoint_every", "validate_every")]
-_UPDATE_COUNTS += ["trainer.resets.every", f"{SCHED}.warmup_steps"]
-
-
+_WARMUP = f"{SCHED}.warmup_steps"
+_UPDATE_COUNTS = [STEPS, f"{GRPO}.checkpoint_every", VALIDATE_EVERY, "trainer.resets.every", _WARMUP]
 _OF_OPTIMIZER = [LR, f"{SCHED}.name", *(f"model.optim.{key}" for key in ("betas", "eps", "weight_decay"))]
 
 
@@ -54,12 +56,16 @@ def trl(made: Converted) -> None:
         made.differs.append("scale_rewards=batch: divided by the std of the rewards there, of the differences here")
     if (model := take("model")) is not None:
         made.overrides.setdefault("pretrained_checkpoint.restore_from_path", model)
+    if (most := made.overrides.get(PROMPT)) is not None:
+        made.differs.append(f"max_prompt_length={most}: a longer prompt lost its beginning there, and is left out here")
     if (length := take("vllm_max_model_length")) is not None:
         made.overrides[CONTEXT] = length
     trl_schedule(made)  # in TRL's steps, of which `_trl_batch` makes steps of here
     _trl_reference(made)
     _trl_batch(made)
     tell_updates(made, "lr_scheduler_type")
+    _trl_iterations(made)
+    _trl_validation(made)
     _trl_engine(made)
     if take("use_adaptive_entropy"):
         entropy = f"{GRPO}.adaptive_entropy"
@@ -95,7 +101,7 @@ def _trl_loss(made: Converted) -> None:
     made.choose(AGGREGATION, "loss_type", kind, known, "sequence" if kind in ("sapo", "luspo") else "token")
     tell_constant(made, "loss_type", kind, "max_completion_length")
     if kind == "bnpo":
-        made.differs.append("loss_type=bnpo: the mean over tokens is that of a process there, that of the update here")
+        made.differs.append("loss_type=bnpo: the mean over tokens is that of a micro-batch there, of the update here")
     if AGGREGATION in made.unknown:
         return
     by_level = "gspo" if level == "sequence" else "clip"
@@ -199,7 +205,33 @@ def _trl_batch(made: Converted) -> None:
     if (updates := made.overrides.get(UPDATES, 1)) > 1:
         for key in [one for one in _UPDATE_COUNTS if one in made.overrides]:
             made.overrides[key] = -(-made.overrides[key] // updates)
-        made.notes.append(f"a step here makes {updates} of TRL's steps: numbers of steps are divided by {updates}")
+        made.notes.append(
+            f"a step here makes {updates} of TRL's steps: numbers of steps are divided by {updates}, rounded up"
+        )
+
+
+def _trl_iterations(made: Converted) -> None:
+    """Tell what `num_iterations` changes in the length of the run, and so in the schedule."""
+    times = made.rest.get("num_iterations")
+    if not isinstance(times, int | float) or times <= 1:
+        return
+    made.take("num_iterations")
+    text = f"num_iterations={times:g}: a step uses its responses once here, so that "
+    if STEPS in made.overrides | made.unknown:
+        text += f"the updates of max_steps, with the same warm-up, take {times:g} times the prompts"
+    else:
+        text += f"the prompts of as many epochs make 1 / {times:g} of the updates"
+        if warmup := made.overrides.get(_WARMUP):
+            text += f", of which the warm-up is {times:g} times the share; {_WARMUP}={-(-warmup // times):g} keeps it"
+    made.differs.append(text)
+
+
+def _trl_validation(made: Converted) -> None:
+    """Set how validations sample, if the file has any: in TRL as training does."""
+    strategy = made.rest.get("eval_strategy", "steps" if VALIDATE_EVERY in made.overrides else "no")
+    if strategy not in ("no", False):  # `no` of a YAML file is False
+        top_p = made.rest.get("top_p", 1)
+        set_validation(made, made.overrides.get(GROUP), made.overrides.get(f"{GRPO}.temperature"), top_p)
 
 
 def _trl_rewards(made: Converted) -> None:

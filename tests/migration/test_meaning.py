@@ -285,12 +285,12 @@ def test_all_numbers_of_steps_of_trl_are_divided(tmp_path: Path, capsys: pytest.
             "python3 -m x data.train_batch_size=256 trainer.total_epochs=15",
             "trainer.total_epochs=15: 15 *",
         ),
-        ("openrlhf", "a.sh", "python3 -m x --num_episodes 20", "train.num_episodes=20: 20 * (prompts"),
+        ("openrlhf", "a.sh", "python3 -m x --num_episodes 20", "num_episodes=20: 20 * (prompts"),
         (
             "openrlhf",
             "a.sh",
             "python3 -m x --num_episodes 2 --max_samples 1e4 --rollout_batch_size 8",
-            "train.num_episodes=2: 2 * min(data.max_samples=10000, prompts of the training data) / 8 steps, which",
+            "num_episodes=2: 2 * min(max_samples=10000, prompts of the training data) / 8 steps, which",
         ),
         (
             "verl",
@@ -384,6 +384,7 @@ def test_the_older_correction_of_verl_is_converted(
     [
         ("trl", "a.py", "GRPOConfig(beta=0, learn_rate=5e-6)", "learn_rate=5e-06: did you mean learning_rate?"),
         ("trl", "a.py", "GRPOConfig(beta=0, temprature=0.5)", "temprature=0.5: did you mean temperature?"),
+        ("trl", "a.py", "GRPOConfig(beta=0, gradient_clip=0.5)", "gradient_clip=0.5: did you mean max_grad_norm?"),
         (
             "verl",
             "a.sh",
@@ -391,6 +392,12 @@ def test_the_older_correction_of_verl_is_converted(
             "data.train_batch_sise=8: did you mean train_batch_size?",
         ),
         ("openrlhf", "a.sh", "python3 -m x --l2 0 --temprature 0.5", "temprature=0.5: did you mean temperature?"),
+        (
+            "openrlhf",
+            "a.sh",
+            "python3 -m x --l2 0 --min_lr_ratio 0.05",
+            "min_lr_ratio=0.05: did you mean actor.min_lr_ratio?",
+        ),
         ("nemo_rl", "a.yaml", "policy: {generation: {temprature: 1}}", "temprature=1: did you mean temperature?"),
     ],
 )

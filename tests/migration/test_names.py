@@ -103,3 +103,12 @@ MAY_BE_ABSENT = {  # they belong to a method that null switches off
 def test_a_value_of_another_type_is_refused(trainer: str, key: str, value: object) -> None:
     with pytest.raises(ConfigError, match=rf"{key}=.*: expected a value such as the default, "):
         convert(trainer, {key: value})
+
+
+def test_a_setting_has_the_name_that_the_file_gives_it() -> None:
+    made = convert("openrlhf", {"normalize_reward": True, "top_p": 1, "n_samples_per_prompt": 1, "init_kl_coef": 0.1})
+    assert "normalize_reward=True: rewards are not normalized before the advantages here" in made.differs
+    assert "top_p=1" in made.needless
+    made = convert("openrlhf", {"reward.normalize_enable": True, "kl_target": Expression("args.x")})
+    assert any(text.startswith("reward.normalize_enable=True: ") for text in made.differs)
+    assert made.unknown["kl_target"].startswith("kl_target=args.x has no value here")

@@ -143,6 +143,50 @@ def test_the_options_of_trl_s_parser_are_settings(tmp_path: Path, capsys: pytest
     assert any(line.startswith("  a.py: this file is missing, and what it sets was not read") for line in comments)
 
 
+@pytest.mark.parametrize("classes", ["kinds", "dataclass_types=kinds"])
+def test_a_parser_s_classes_may_have_a_name(classes: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = PARSER.replace("parser = TrlParser((Mine, Own, ModelConfig))", f"parser = TrlParser({classes})")
+    (tmp_path / "a.py").write_text(f"def some():\n    kinds = [Mine, Own, ModelConfig]\n{text}")
+    text = "python a.py --model_name_or_path org/m --temperature 0.9 --max_steps 3 --group 8"
+    overrides, _ = converted("trl", text, tmp_path / "run.sh", capsys)
+    assert {"pretrained_checkpoint.restore_from_path=org/m", f"{GRPO}.temperature=0.9"} <= set(overrides)
+    (tmp_path / "a.py").write_text((tmp_path / "a.py").read_text().replace("    kinds =", "    types ="))
+    _, comments = converted("trl", text, tmp_path / "run.sh", capsys, code=2)
+    assert "  kinds: what the parser fills has no value here: name GRPOConfig in its call" in comments
+
+
+@pytest.mark.parametrize(
+    "call", ["main(*parser.parse_args_and_config())", "given = parser.parse_args_and_config()\nmain(*given)"]
+)
+def test_a_function_gets_what_the_parser_returns(call: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before, _, body = PARSER.partition("script_args, training_args, model_args = parser.parse_args_and_config()\n")
+    lines = [f"    {line}" for line in [*body.splitlines(), "setattr(training_args, 'temperature', 0.6)"]]
+    lines = [before, "def main(script_args, training_args, model_args):", *lines, call, ""]
+    (tmp_path / "a.py").write_text("\n".join(lines))
+    text = "python a.py --model_name_or_path org/m --group 4 --max_steps 3"
+    overrides, _ = converted("trl", text, tmp_path / "run.sh", capsys)
+    expected = {"pretrained_checkpoint.restore_from_path=org/m", f"{GRPO}.samples_per_prompt=4"}
+    assert expected | {f"{GRPO}.temperature=0.6", f"{GRPO}.kl_coef=0.05"} <= set(overrides)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "model, tokenizer = FastLanguageModel.from_pretrained(max_seq_length=512, model_name='org/m')",
+        "model, _ = FastModel.from_pretrained('org/m')\nmodel = FastModel.get_peft_model(model, r=8)",
+        "model = AutoModelForCausalLM.from_pretrained(pretrained_model_name_or_path='org/m')",
+        "model = transformers.Qwen2ForCausalLM.from_pretrained('org/m')",
+    ],
+)
+def test_a_model_has_the_name_that_from_pretrained_gets(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text += "\nGRPOTrainer(model, length, GRPOConfig(max_steps=1))"
+    overrides, comments = converted("trl", text, tmp_path / "a.py", capsys)
+    assert "pretrained_checkpoint.restore_from_path=org/m" in overrides
+    assert any(line.startswith("peft_config=") for line in map(str.strip, comments)) == ("peft" in text)
+
+
 @pytest.mark.parametrize("change", ["kw = dict(beta=0.1)\nkw['beta'] = 0.2", "kw = {}\nkw.update(beta=0.2)"])
 def test_a_mapping_that_changes_is_not_known(change: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = f"{change}\nGRPOConfig(max_steps=1, **kw)"

@@ -26,6 +26,7 @@ from nemo_prorl.launcher import doctor
 from nemo_prorl.launcher.doctor import machine, model, network, node_probe, nodes, storage
 from nemo_prorl.launcher.doctor.check import Check, NoAnswer, ask, output_of
 from nemo_prorl.sizing.memory import memory_of
+from tests.paper_model import write_hollow
 
 LAPTOP = settings.load(["cluster=laptop"])
 
@@ -291,6 +292,7 @@ def test_a_model_folder_as_a_whole(tmp_path: Path) -> None:
 def test_a_tokenizer_that_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "init").mkdir()
     (tmp_path / "init" / "config.json").write_text(json.dumps(qwen2_config(laptop().model, 3)))
+    write_hollow(tmp_path / "init")
     for answer in ({"error": "no such file"}, NoAnswer("no answer within 120 s")):
         monkeypatch.setattr(model, "ask", lambda *_, a=answer: a if isinstance(a, dict) else (_ for _ in ()).throw(a))
         assert states(model.check_model(laptop(run_dir=str(tmp_path)))) == ["pass", "fail"]

@@ -373,7 +373,7 @@ def test_one_rank_of_each_node_writes_weights_in_the_folder_of_its_node(
     monkeypatch.setenv("LOCAL_RANK", local)
     monkeypatch.setenv("GROUP_RANK", "1")
     nothing: Any = None
-    store = Rollouts(cfg, tmp_path, *[nothing] * 7)._store
+    store = Rollouts(cfg, tmp_path, *[nothing] * 6)._store
     assert (store is not None) == writes
     if store is not None:
         assert store.folder == weights_folder(tmp_path, 1)
@@ -533,7 +533,7 @@ def test_a_warmed_up_policy_is_the_reference_and_the_base(tmp_path: Path, monkey
     (tmp_path / "init").mkdir()
     (tmp_path / "init" / "config.json").write_text(json.dumps({"num_hidden_layers": 1}))
     monkeypatch.setattr(rank, "warmup_examples", lambda cfg, data, policy: EXAMPLES)
-    policy: Any = SimpleNamespace(actor=actor, leader=leader, data=leader.only(dict))
+    policy: Any = SimpleNamespace(actor=actor, leader=leader, data=leader.only(dict), folder=tmp_path / "init")
     rank.make_base(cfg, tmp_path, policy, tmp_path / "base")
     wanted = warmed_by_hand([EXAMPLES[:3], EXAMPLES[3:]], 0.05).state()["weights"]
     assert same(actor.state()["weights"], wanted)

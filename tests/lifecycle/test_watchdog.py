@@ -181,7 +181,7 @@ def test_the_trainer_watches_what_follows_a_step(reset: str | None, kinds: list[
 
     no: Any = None
     due: Any = SimpleNamespace(due=lambda step: True, save=lambda step: None)
-    resets: Any = SimpleNamespace(due=lambda metrics: reset, perform=lambda *given: None)
+    resets: Any = SimpleNamespace(due=lambda metrics: reset, perform=lambda *given: None, stop=None)
     control: Any = SimpleNamespace(pending=lambda step: [], serve=lambda *given: None)
     records: Any = SimpleNamespace(log=lambda metrics: None)
     dog: Any = SimpleNamespace(watch=watch)

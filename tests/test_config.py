@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from nemo_prorl import settings
 from nemo_prorl.config import Config, all_keys
 from nemo_prorl.errors import ConfigError
+from nemo_prorl.launcher.prepare import start_faults
 from tests import paper_model
 from tests.data.preparing import touch_prepared
 
@@ -386,7 +387,8 @@ class TestModelFolder:
     def test_without_weights(self, model_folder: Path) -> None:
         (model_folder / "model.safetensors").unlink()
         assert "a model folder without weights" in self.message(model_folder)
-        settings.load(["cluster=h100_4x8", f"pretrained_checkpoint.restore_from_path={model_folder}"])  # a plan
+        plan = settings.load(["cluster=h100_4x8", f"pretrained_checkpoint.restore_from_path={model_folder}"])
+        assert [warns for error, warns in start_faults(plan) if "no weights" in str(error)] == [True]
 
     def test_without_config(self, model_folder: Path) -> None:
         (model_folder / "config.json").unlink()

@@ -7,6 +7,7 @@ because a continued run may raise it; so is a number far outside what is publish
 import math
 from collections.abc import Iterator
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl.algorithms.reset_rules import LEAST_BASELINE, LEAST_DIFFERENCES
 from nemo_prorl.algorithms.schedule import begins_with_reset, emptying, fixed_resets, rate_of_run, warmup_steps
-from nemo_prorl.config import ResetRulesConfig, SchedKeys
+from nemo_prorl.config import ADVISING_RULES, RESET_RULES, ResetRulesConfig, SchedKeys
 from nemo_prorl.files import TEMPORARY
 from nemo_prorl.lifecycle.retention import newest_state, step_folder
 from nemo_prorl.sizing.memory import is_small
@@ -58,6 +59,7 @@ def cautions(cfg: DictConfig, old: DictConfig | None = None) -> Iterator[str]:
     done = state.get("resets", {}).get("done", [])
     yield from _resets(cfg)
     yield from _useless_resets(cfg, state.get("step", 0), [reset["step"] for reset in done])
+    yield from _blind_roll_backs(cfg, state.get("step", 0), [reset["step"] for reset in done])
     yield from _long_rises(cfg, state.get("step", 0))
     yield from _cut_rises(cfg, state.get("step", 0), done)
     if old is not None and state:
@@ -116,6 +118,8 @@ def _useless_resets(cfg: DictConfig, made: int, done: list[int]) -> Iterator[str
     factor = f"trainer.resets.lr_factor={resets.lr_factor:g}"
     if resets.lr_factor != 1 and not planned:
         yield f"{factor}: no effect, because no reset is planned; {fix}"
+    if resets.roll_back and cfg.data.validation and not (planned or made or _begins(cfg)):
+        yield f"trainer.resets.roll_back=true: no effect, because no reset is planned; {fix}"
     count, lr = sum(step < last for step in {*fixed_resets(resets, made, last), *done} - {0}), cfg.model.optim.lr
     least, most, source = _usual(cfg)["model.optim.lr"]
     if least <= lr <= most and not least <= (falls := lr * resets.lr_factor**count) <= most:
@@ -127,6 +131,25 @@ def _useless_resets(cfg: DictConfig, made: int, done: list[int]) -> Iterator[str
         yield (
             "trainer.resets.every=1: a reset after each step leaves the KL to the reference at 0, or the optimizer's"
             " moments empty. Fix: a larger number, or null"
+        )
+
+
+def _blind_roll_backs(cfg: DictConfig, made: int, done: list[int]) -> Iterator[str]:
+    """Find fixed resets that can only go back to the weights of the reset before, because nothing was validated since.
+
+    Args:
+        made, done: as in `_useless_resets`.
+    """
+    resets, last, every = cfg.trainer.resets, cfg.trainer.grpo.max_steps, cfg.trainer.grpo.validate_every
+    later = fixed_resets(resets, made, last) if resets.roll_back and cfg.data.validation else []
+    ways = {end: end - start for start, end in pairwise([max(done, default=0), *later])}
+    blind = [end for end, way in ways.items() if end // every == (end - way) // every and end < last]
+    if blind:
+        yield (
+            f"trainer.resets.roll_back=true: no validation (trainer.grpo.validate_every={every}) between the reset"
+            f" before, or the start, and the reset after {_listed([f'{step}' for step in blind])}: each goes back to"
+            " where these steps began, and undoes what they trained. Fix:"
+            f" trainer.grpo.validate_every={min(ways.values())} or less"
         )
 
 
@@ -238,6 +261,11 @@ def _unusual(cfg: DictConfig) -> Iterator[str]:
             yield f"{key}={value:g}: expected {least:g} to {most:g}, a range around {source}. It is used as it is"
 
 
+def _begins(cfg: DictConfig) -> bool:
+    """Return whether the run follows another one, of which `trainer.resets.roll_back` chooses the checkpoint."""
+    return cfg.chain.after is not None or cfg.chain.start_from is not None
+
+
 def _resets(cfg: DictConfig) -> Iterator[str]:
     """Find settings of hard resets that have no effect."""
     resets, steps, held_out = cfg.trainer.resets, cfg.trainer.grpo.max_steps, bool(cfg.data.validation)
@@ -252,8 +280,7 @@ def _resets(cfg: DictConfig) -> Iterator[str]:
             "trainer.resets.parts=reference: no effect, because trainer.grpo.kl_coef=0 gives the reference no weight."
             " Fix: trainer.resets.parts=both, or a KL coefficient"
         )
-    begins = cfg.chain.after is not None or cfg.chain.start_from is not None  # roll_back then chooses the checkpoint
-    if resets.roll_back and not held_out and not begins:
+    if resets.roll_back and not held_out and not _begins(cfg):
         yield (
             "trainer.resets.roll_back=true: no effect, because data.validation is empty, so no weights are known to be"
             " the best. Fix: sources in data.validation, or false"
@@ -266,8 +293,13 @@ def _resets(cfg: DictConfig) -> Iterator[str]:
             f"{keys}: no effect, because trainer.resets.mode=manual asks no rule. Fix: trainer.resets.mode=advise for"
             " alarms, or auto for resets"
         )
+    if resets.mode == "advise" and "asks" in given and {*resets.rules.asks} <= {*RESET_RULES, *ADVISING_RULES}:
+        yield (  # a rule of the user runs only if `asks` names it
+            f"trainer.resets.rules.asks={resets.rules.asks}: no reset, because with trainer.resets.mode=advise rules"
+            " only alarm. Fix: trainer.resets.mode=auto, or stop"
+        )
     if resets.mode == "auto":
-        never = {rule: reason for rule in resets.rules.asks if (reason := _never(cfg, rule)) is not None}
+        never = {rule: reason for rule in resets.rules.asks if (reason := never_asks(cfg, rule)) is not None}
         for rule, reason in never.items():
             whole = "no rule can ask for a reset" if len(never) == len(set(resets.rules.asks)) else "it cannot ask"
             yield (
@@ -276,7 +308,7 @@ def _resets(cfg: DictConfig) -> Iterator[str]:
             )
 
 
-def _never(cfg: DictConfig, rule: str) -> str | None:
+def never_asks(cfg: DictConfig, rule: str) -> str | None:
     """Return why a rule of `algorithms.reset_rules` can never ask for a reset in this run; None if it can."""
     grpo, rules = cfg.trainer.grpo, cfg.trainer.resets.rules
     limit = f"trainer.grpo.max_steps={grpo.max_steps}"

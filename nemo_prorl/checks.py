@@ -317,7 +317,7 @@ def _context(cfg: DictConfig) -> Iterator[Fault]:
         yield (
             "model.micro_batch_tokens",
             f"expected a whole number, at least trainer.grpo.context_tokens={context}, so that the longest sequence"
-            " fits into a micro-batch; or null for model.micro_batch_size responses",
+            f" fits. Fix: model.micro_batch_tokens={context}, or null for model.micro_batch_size responses",
         )
 
 

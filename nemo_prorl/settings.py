@@ -366,7 +366,8 @@ def _apply(cfg: DictConfig, key: str, value: Any, add: bool) -> None:
         return
     node, nemo = _require_known(cfg, key, value), key.split(".")[0] in NEMO_SECTIONS
     if nemo and node is not None and not _same_kind(node, value):
-        raise ConfigError(f"{key}={value}: expected {_kind(type(node), False)}, like the shipped value {node}")
+        kind, like = type(node), "" if isinstance(node, DictConfig) else f", like the shipped value {node}"
+        raise ConfigError(f"{key}={value}: expected {_kind(kind, False)}{like}{_cure(key, value, kind, node)}")
     try:
         OmegaConf.update(cfg, key, value, force_add=_is_free(key))
     except OmegaConfBaseException as error:
@@ -413,7 +414,9 @@ def _unknown(cfg: DictConfig, key: str, value: Any, here: str, part: str, node: 
         longer or translated or same_name or near or difflib.get_close_matches(key, everywhere, n=1, cutoff=0.8)
     ):
         message += f" Did you mean {suggestion[0]}?"
-    if here.split(".")[0] in NEMO_SECTIONS:
+    if here == "model.optim.sched":  # `checks` refuses other keys
+        message += f" It is a rate: {value} x model.optim.lr." if part.startswith("min_lr_") else ""
+    elif here.split(".")[0] in NEMO_SECTIONS:
         message += f" To set a NeMo key that no shipped file sets, write +{key}={value}."
     return f"{message} Known in {where}: {', '.join(known)}"
 
@@ -464,10 +467,23 @@ def _type_message(cfg: DictConfig, key: str, value: Any, error: OmegaConfBaseExc
     child = node._get_node(last) if isinstance(node, DictConfig) and last in node.keys() else None  # noqa: SIM118
     if child is None or isinstance(child, list):
         return f"{label}: {first_line(error)}"
-    expected = f"{label}: expected {_kind(child._metadata.ref_type, child._metadata.optional)}"
-    if isinstance(child, ListConfig) and isinstance(value, int | float):
-        return f"{expected}. Fix: {name}=[{value}]"
-    return f"{expected} ({first_line(error)})"
+    kind = child._metadata.ref_type
+    return f"{label}: expected {_kind(kind, child._metadata.optional)}{_cure(name, value, kind, child)}"
+
+
+def _cure(key: str, value: Any, kind: Any, node: Any) -> str:
+    """Return the likely cure for a value that is not of the `kind` of a key, whose value now is `node`; empty: none."""
+    fix = ""
+    if isinstance(node, ListConfig) and isinstance(value, int | float):
+        fix = f"{key}=[{value}]"
+    elif isinstance(node, DictConfig):
+        names = ["enabled"] if isinstance(value, bool) else ["name", "mode", "kind"] if isinstance(value, str) else []
+        fix = next((f"{key}.{name}={str(value).lower()}" for name in names if name in node), "")
+    elif kind is int and isinstance(value, float) and value.is_integer():
+        fix = f"{key}={value:.0f}"
+    elif key == "model.optim.sched.warmup_steps" and isinstance(value, float) and 0 < value < 1:
+        fix = f"model.optim.sched.warmup_ratio={value}"
+    return fix and f". Fix: {fix}"
 
 
 def _for_a_model(group: str, name: Any) -> str:

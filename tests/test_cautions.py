@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from nemo_prorl import __version__, cli
+from nemo_prorl.algorithms.reset_rules import best_policy
 from nemo_prorl.cautions import cautions
 from nemo_prorl.lifecycle.retention import FORMAT
 from nemo_prorl.settings import group_options, load, resolved_yaml
@@ -40,6 +41,16 @@ RESETS = [
     ),
     (["every=1"], "trainer.resets.every=1: a reset after each step leaves the KL to the reference at 0"),
     (["roll_back=true", "data.validation=[]"], "trainer.resets.roll_back=true: no effect, because data.validation is"),
+    (["roll_back=true"], "trainer.resets.roll_back=true: no effect, because no reset is planned; only `prorl control"),
+    (
+        ["mode=advise", "rules.asks=[entropy]"],
+        "trainer.resets.rules.asks=['entropy']: no reset, because with trainer.resets.mode=advise rules only alarm",
+    ),
+    (
+        ["roll_back=true", "every=20", "trainer.grpo.validate_every=30"],
+        "the reset after 20, 80: each goes back to where these steps began, and undoes what they trained. Fix:"
+        " trainer.grpo.validate_every=20 or less",
+    ),
     (
         ["mode=auto", "rules.asks=[validation_drop]", "data.validation=[]"],
         "trainer.resets.mode=auto with validation_drop in trainer.resets.rules.asks: no rule can ask for a reset:"
@@ -69,6 +80,12 @@ RESETS = [
 ]
 
 
+def test_a_reset_without_a_validation_since_the_last_one_goes_back_to_it() -> None:
+    scores = {0: {"all": {"mean": 0.1}}}  # the start is always validated
+    assert best_policy(scores, []) == 0
+    assert best_policy(scores, [{"step": 20, "rolled_back_to": 0}]) == 20
+
+
 def words(given: list[str]) -> list[str]:
     return [word if word.startswith(("data.", "trainer.")) else f"trainer.resets.{word}" for word in given]
 
@@ -81,11 +98,14 @@ def test_resets_without_effect_are_named(given: list[str], said: str) -> None:
 
 
 def test_resets_with_an_effect_are_not() -> None:
+    Path("mine.py").write_text("def rule(history, rules):\n    return []\n")
     for given in (
         ["every=119"],
         ["lr_warmup_steps=5", "lr_factor=0.5", "at_steps=[3]"],
         ["lr_warmup_steps=5", "chain.start_from=runs/old"],
-        ["roll_back=true"],
+        ["roll_back=true", "every=20", "trainer.grpo.validate_every=20"],
+        ["roll_back=true", "chain.start_from=runs/old"],
+        ["mode=advise", "rules.asks=[mine.py:rule]"],
         ["roll_back=true", "data.validation=[]", "trainer.resets.at_steps=[3]", "chain.start_from=runs/old"],
         ["mode=auto", "rules.asks=[validation_drop,kl_spike]"],
         ["mode=auto", "rules.asks=[plateau]", "rules.plateau_steps=100"],

@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from nemo_prorl import settings
 from nemo_prorl.config import Config, all_keys
 from nemo_prorl.errors import ConfigError
+from nemo_prorl.launcher.prepare import start_faults
 from tests import paper_model
 from tests.data.preparing import touch_prepared
 
@@ -166,6 +167,10 @@ WRONG: list[tuple[list[str], list[str]]] = [
     (["~seed"], ["~seed", "deleted"]),
     (["trainer.grpo.max_steps=abc"], ["trainer.grpo.max_steps=abc", "a whole number"]),
     (["trainer.grpo.max_steps=4.5"], ["trainer.grpo.max_steps=4.5", "a whole number"]),
+    (["trainer.grpo.max_steps=1e3"], ["=1000.0: expected a whole number. Fix: trainer.grpo.max_steps=1000"]),
+    (["trainer.resets=auto"], ["expected a mapping {key: value, ...}. Fix: trainer.resets.mode=auto"]),
+    (["trainer.grpo.dynamic_sampling=false"], ["value, ...}. Fix: trainer.grpo.dynamic_sampling.enabled=false"]),
+    (["model.micro_batch_tokens=64"], ["context_tokens=128", "Fix: model.micro_batch_tokens=128, or null"]),
     (["trainer.grpo.kl_coef=big"], ["trainer.grpo.kl_coef=big", "a number"]),
     (["deterministic=maybe"], ["deterministic=maybe", "true or false"]),
     (["seed=null"], ["seed", "a whole number"]),
@@ -386,7 +391,8 @@ class TestModelFolder:
     def test_without_weights(self, model_folder: Path) -> None:
         (model_folder / "model.safetensors").unlink()
         assert "a model folder without weights" in self.message(model_folder)
-        settings.load(["cluster=h100_4x8", f"pretrained_checkpoint.restore_from_path={model_folder}"])  # a plan
+        plan = settings.load(["cluster=h100_4x8", f"pretrained_checkpoint.restore_from_path={model_folder}"])
+        assert [warns for error, warns in start_faults(plan) if "no weights" in str(error)] == [True]
 
     def test_without_config(self, model_folder: Path) -> None:
         (model_folder / "config.json").unlink()

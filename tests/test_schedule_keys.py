@@ -38,6 +38,9 @@ SCHED = "model.optim.sched"
             [f"{SCHED}.constant_steps=5: not supported. Known in {SCHED}: name, warmup_steps, warmup_ratio, min_lr"],
         ),
         ([f"{SCHED}.warmup=5"], [f"unknown key {SCHED}.warmup", f"Did you mean {SCHED}.warmup_steps?"]),
+        ([f"{SCHED}.warmup_steps=0.1"], [f"Fix: {SCHED}.warmup_ratio=0.1"]),
+        ([SCHED + "=cosine"], [f"expected a mapping {{key: value, ...}}. Fix: {SCHED}.name=cosine"]),
+        ([f"{SCHED}.min_lr_ratio=0.1"], [f"mean {SCHED}.min_lr? It is a rate: 0.1 x model.optim.lr. Known in"]),
         (["model.optim.eps=-1"], ["model.optim.eps=-1", "at least 0"]),
     ],
 )

@@ -7,6 +7,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from nemo_prorl.algorithms.schedule import begins_with_reset, emptying, fixed_resets, rate_of_run, warmup_steps
+from nemo_prorl.cautions import never_asks
 from nemo_prorl.lifecycle.retention import newest_state
 
 _MOST = 6  # steps that the row of resets lists
@@ -29,14 +30,15 @@ def rows(cfg: DictConfig) -> dict[str, str]:
     useful = [step for step in planned if step < steps]
     rates = _rates(cfg, made, [{"step": 0}] if begins else done, useful)
     start = "one at the start of the stage; " if begins else ""
-    found = {"hard resets": start + _resets(resets, own, planned, steps)}
+    asks = [rule for rule in resets.rules.asks if never_asks(cfg, rule) is None]
+    found = {"hard resets": start + _resets(resets, own, planned, steps, asks)}
     if rates and set(rates.values()) != {cfg.model.optim.lr}:
         texts = [f"step {step} {rate:.3g}" for step, rate in rates.items()]
         found["learning rate"] = ", ".join([*texts[:-1], *(["..."] if len(useful) >= _SHOWN else []), texts[-1]])
     return found
 
 
-def _resets(resets: DictConfig, done: Sequence[int], planned: Sequence[int], steps: int) -> str:
+def _resets(resets: DictConfig, done: Sequence[int], planned: Sequence[int], steps: int, can_ask: Sequence[str]) -> str:
     """Return in words which resets were made and will be made in this run, and what they change."""
     useful = [step for step in planned if step < steps]
     regular = f"every {resets.every} steps, ".replace("every 1 steps", "every step") if resets.every else ""
@@ -46,7 +48,7 @@ def _resets(resets: DictConfig, done: Sequence[int], planned: Sequence[int], ste
         texts.append(f"one after the last step, {steps}, without effect in this run")
     if done:
         texts.append(f"{len(done)} made so far, after {_listed(done)}")
-    asks = f" ({', '.join(resets.rules.asks)})" if resets.mode in ("auto", "stop") else ""
+    asks = f" ({', '.join(can_ask) or 'none can'})" if resets.mode in ("auto", "stop") else ""
     texts.append(f"mode {resets.mode}, {_MODES[resets.mode]}{asks}")
     texts.append(f"of {'reference and optimizer' if resets.parts == 'both' else resets.parts}")
     if resets.roll_back:

@@ -180,7 +180,9 @@ def _function(place: str, key: str) -> tuple[Callable[..., Any], float]:
         inspect.signature(function).bind(*range(_PARAMETERS))
         weight = float(match["weight"] or 1.0)
     except TypeError as error:
-        raise ConfigError(f"{key}: expected a function of (prompt, response, truth): {error}") from error
+        of_trl = "completions" in inspect.signature(function).parameters
+        fix = ". Fix: docs/howto/reward_function.md#a-reward-function-of-trl" if of_trl else ""
+        raise ConfigError(f"{key}: expected a function of (prompt, response, truth): {error}{fix}") from error
     except ValueError as error:
         raise ConfigError(f"{key}: expected a number as weight; got {match['weight']}") from error
     return function, weight

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +53,8 @@ def check_memory(
         + (
             f"Fix: {who} with {'; or '.join(fits)}"
             if fits
-            else "No change of layout or batch makes it fit, nor do two of them. Fix: more GPUs, or a smaller model"
+            else "No change of layout or batch makes it fit, nor do two of them. Fix: "
+            + _more_gpus([cfg, *others], device_bytes)
         )
     )
 
@@ -90,10 +92,9 @@ class _Fit:
     roomy: bool  # the KV cache is as configured, or holds a group of such sequences
 
     def __str__(self) -> str:
-        words = " ".join(f"{key}={'null' if value is None else value}" for key, value in self.change.items())
         plural = "" if self.sequences == 1 else "s"
         room = f"room for {self.sequences} full sequence{plural} of {self.context}"
-        return f"{words} (needs {self.needed / GB:.1f} GB, {room})"
+        return f"{_words(self.change)} (needs {self.needed / GB:.1f} GB, {room})"
 
 
 def _what_fits(cfgs: Sequence[DictConfig], device_bytes: float) -> list[str]:
@@ -117,6 +118,33 @@ def _what_fits(cfgs: Sequence[DictConfig], device_bytes: float) -> list[str]:
     return _cheapest([fit for fit in fits if fit.roomy] or fits)
 
 
+def _more_gpus(cfgs: Sequence[DictConfig], device_bytes: float) -> str:
+    """Return the cure for what no change of `_changes` makes fit: the nodes, up to 8 times as many, that would.
+
+    Engines then have several GPUs, because more nodes alone leave an engine's GPU as full as it was.
+    """
+    trainer, groups = cfgs[0].trainer, cfgs[0].model.num_query_groups
+    tp = math.gcd(groups, trainer.devices)
+    for nodes in [trainer.num_nodes * factor for factor in (1, 2, 4, 8) if not cfgs[0].rollout.own_devices]:
+        gpus = nodes * trainer.devices
+        layout = {"trainer.num_nodes": nodes, "rollout.tensor_parallel_size": tp, "rollout.engines": gpus // tp}
+        wider = [_changed(cfg, layout) for cfg in cfgs]
+        if fits := _what_fits(wider, device_bytes):
+            return f"a smaller model; or, on {gpus} GPUs, {_words(layout)} {fits[0]}"
+    return "more GPUs, or a smaller model"
+
+
+def _changed(cfg: DictConfig, change: dict[str, Any]) -> DictConfig:
+    changed = copy.deepcopy(cfg)
+    for key, value in change.items():
+        OmegaConf.update(changed, key, value, force_add=True)
+    return changed
+
+
+def _words(change: dict[str, Any]) -> str:
+    return " ".join(f"{key}={'null' if value is None else value}" for key, value in change.items())
+
+
 def _cheapest(found: Sequence[_Fit]) -> list[str]:
     """Return the first changes by time, as text; of equal times those listed first, of the same keys the first only."""
     by_keys = {tuple(fit.change): fit for fit in reversed(found)}
@@ -128,9 +156,7 @@ def _fit(cfgs: Sequence[DictConfig], change: dict[str, Any], device_bytes: float
     """Return the most that one of `cfgs` needs with the change; None if one would still be refused."""
     needed, seconds, roomy, rooms = 0, 0.0, True, []
     for cfg in cfgs:
-        changed = copy.deepcopy(cfg)
-        for key, value in change.items():
-            OmegaConf.update(changed, key, value, force_add=True)
+        changed = _changed(cfg, change)
         memory = memory_of(changed)
         room = memory.sequences(device_bytes)
         if memory.needed > device_bytes or not room:

@@ -264,7 +264,7 @@ def test_a_plan_lists_only_the_sources_of_the_tasks(tmp_path: Path) -> None:
         ),
         (
             ["mode=auto", "roll_back=true", "lr_factor=0.5"],
-            "none at a fixed step; mode auto, rules may make more (validation_drop, plateau, kl_spike); of"
+            "none at a fixed step; mode auto, rules may make more (validation_drop, kl_spike); of"
             " reference and optimizer; back to the best"
             " weights; learning rate x 0.5 each",
         ),

@@ -16,6 +16,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
+from nemo_prorl.data.laptop.model import build_tokenizer
 from tests import paper_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -207,6 +208,7 @@ def test_the_installed_package_is_the_one_of_the_wheel(environment: Path, tmp_pa
 )
 def test_commands_work_in_another_folder(prorl: Command, tmp_path: Path, words: str, printed: str) -> None:
     paper_model.write(tmp_path / "model")
+    build_tokenizer(["What?"]).save_pretrained(tmp_path / "model")
     result = prorl(*words.split())
     assert result.returncode == 0, result.stderr
     assert printed in result.stdout

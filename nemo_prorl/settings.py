@@ -98,7 +98,9 @@ def _unchecked(overrides: list[str], config_file: Path | None = None, need_weigh
     else:
         cfg = read_config(config_file)
     stated = set()
-    for override in values:
+    for number, override in enumerate(values):
+        if _is_replaced(override, values[number + 1 :]):
+            continue
         for key, value in leaves(override.value(), override.key_or_group, into_lists=False):
             _apply(cfg, key, value, override.is_add())
             stated.add(key)
@@ -148,6 +150,15 @@ def load_run(overrides: list[str], config_file: Path | None = None, need_files: 
     if need_files:
         check_data(cfg)
     return cfg
+
+
+def _is_replaced(override: Any, later: list[Any]) -> bool:
+    """Return whether a later override replaces what this one changes: `data.validation.0.size=16 data.validation=[]`.
+
+    In a continued run the list may not have this item any more.
+    """
+    above = (one for one in later if override.key_or_group.startswith(f"{one.key_or_group}."))
+    return any(not isinstance(one.value(), dict) for one in above)
 
 
 def _warn_of_repeated_keys(overrides: list[str]) -> None:

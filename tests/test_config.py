@@ -663,3 +663,12 @@ def test_configuration_is_found_where_the_package_is() -> None:
     assert {"algorithm", "cluster", "data", "model", "stage"} <= set(OPTIONS)
     for file in settings.conf_folder().rglob("*.yaml"):
         assert isinstance(yaml.safe_load(file.read_text()), dict)
+
+
+def test_what_a_later_override_replaces_does_not_disturb_a_continued_run(tmp_path: Path) -> None:
+    words = [f"run_dir={tmp_path}", "data.validation.0.size=16", "data.validation=[]"]
+    cfg = settings.load(words)
+    assert cfg.data.validation == []
+    (tmp_path / "config.yaml").write_text(settings.resolved_yaml(cfg))
+    assert settings.load(words, tmp_path / "config.yaml").data.validation == []
+    assert settings.load(["trainer.resets.every=3", "trainer.resets={mode: auto}"]).trainer.resets.every == 3

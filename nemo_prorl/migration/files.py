@@ -1,5 +1,6 @@
 """Reads another trainer's configuration: YAML, JSON, a shell script with its command, or Python with a GRPOConfig."""
 
+import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -91,11 +92,19 @@ def _are_mappings(*values: Any) -> bool:
     return all(isinstance(value, dict) for value in values)
 
 
-def _leaves(tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value); references such as ${a.b} are resolved, or the value is an `Expression`."""
+def _leaves(tree: dict[str, Any], over: Mapping[str, Any] | None = None) -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value); references such as ${a.b} are resolved, or the value is an `Expression`.
+
+    Args:
+        over: {dotted key: value} that count more, also for references to them.
+    """
     if not OmegaConf.has_resolver("mul"):  # NeMo-RL's
         OmegaConf.register_new_resolver("mul", lambda a, b: a * b)
     whole = OmegaConf.create(tree)
+    for key, value in (over or {}).items():
+        if "." in key and not isinstance(value, Expression):
+            with contextlib.suppress(OmegaConfBaseException):  # below a single value
+                OmegaConf.update(whole, key, value, force_add=True)
 
     def below(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
         for key in node:
@@ -140,11 +149,11 @@ def _of_command(command: Command, written: Mapping[str, str], folder: Path) -> d
             found |= _processes(options.pop(key), files)
     own = dict[str, Any]()
     if "config" in flags:
-        own |= files.settings(flags.pop("config"))
+        own |= files.settings(flags.pop("config"), over=flags)
     elif (base := _OF_NEMO_RL.get(str(command.script).rsplit("/", 1)[-1])) is not None:
         own[BASE] = [base]
     if "config_name" in flags and "config_path" in flags:
-        own |= files.settings(f"{flags.pop('config_path')}/{flags.pop('config_name')}", ".yaml")
+        own |= files.settings(f"{flags.pop('config_path')}/{flags.pop('config_name')}", ".yaml", over=flags)
     flags = {**own, **flags}
     text = command.text
     if command.script is not None and (text := files.text(command.script)) is None:
@@ -180,8 +189,12 @@ class _Files(NamedTuple):
         path = None if name in self.written else self.path(name)
         return self.written.get(name) if path is None else path.read_text(encoding="utf-8")
 
-    def settings(self, name: Any, ending: str = "") -> dict[str, Any]:
-        """Return the settings of a YAML file; if it cannot be read, a setting that says which file is missing."""
+    def settings(self, name: Any, ending: str = "", over: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return the settings of a YAML file; if it cannot be read, a setting that says which file is missing.
+
+        Args:
+            over: settings of the command, to which references of the file lead.
+        """
         name = Expression(name) if isinstance(name, Expression) else f"{str(name).removesuffix(ending)}{ending}"
         text = None if isinstance(name, Expression) else self.text(name)
         if text is None:
@@ -191,6 +204,6 @@ class _Files(NamedTuple):
                 return {}
             return {f"{UNREAD}{name}": "this file is missing: put it where the script names it, and convert again"}
         folder = (self.path(name) or self.folder / name).parent
-        found = dict(_leaves(_based(yaml.safe_load(text), folder)))
+        found = dict(_leaves(_based(yaml.safe_load(text), folder), over))
         others = [one for one in found.pop(BASE, []) if one not in _VERL]
         return ({BASE: others} if others else {}) | {key: without_marks(value) for key, value in found.items()}

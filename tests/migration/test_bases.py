@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
 from nemo_prorl import cli
 from tests.migration.test_convert import GRPO, asked, converted
@@ -119,3 +120,37 @@ def test_bases_in_a_circle_are_refused(tmp_path: Path, caplog: pytest.LogCapture
     (tmp_path / "grpo.yaml").write_text("defaults: grpo.yaml\n")
     assert cli.main(["convert", "nemo_rl", str(tmp_path / "grpo.yaml")]) == 2
     assert "its defaults lead back to itself" in caplog.text
+
+
+def test_a_script_s_overrides_reach_the_references_of_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the same keys in a YAML file do: NeMo-RL resolves references last."""
+    base = {
+        "policy": {
+            "model_name": "org/model",
+            "max_total_sequence_length": 512,
+            "generation": {
+                "max_new_tokens": "${policy.max_total_sequence_length}",
+                "temperature": 1.0,
+                "val_temperature": "${policy.generation.temperature}",
+            },
+        },
+        "data": {"max_input_seq_length": "${policy.max_total_sequence_length}"},
+        "grpo": {
+            "normalize_rewards": True,
+            "max_num_steps": 100,
+            "adv_estimator": {"name": "grpo", "normalize_rewards": "${grpo.normalize_rewards}"},
+        },
+    }
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
+    words = "policy.max_total_sequence_length=8192 grpo.normalize_rewards=false policy.generation.temperature=0.9"
+    script = f"uv run examples/run_grpo.py --config base.yaml {words}\n"
+    of_script = converted("nemo_rl", script, tmp_path / "run.sh", capsys, code=2)[0]
+    above = {
+        "defaults": "base.yaml",
+        "policy": {"max_total_sequence_length": 8192, "generation": {"temperature": 0.9}},
+        "grpo": {"normalize_rewards": False},
+    }
+    assert of_script == converted("nemo_rl", yaml.safe_dump(above), tmp_path / "above.yaml", capsys, code=2)[0]
+    assert {"trainer.grpo.max_response_tokens=null", "trainer.grpo.validation_temperature=0.9"} <= set(of_script)

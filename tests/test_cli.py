@@ -75,7 +75,7 @@ def test_a_full_disk_is_said_in_one_line(
         (["train", "--config-dir", "conf"], "write config_dir=DIR"),
         (["status", "run", "extra"], "extra"),
         (["bogus"], "invalid choice: 'bogus'"),
-        (["trian"], "Did you mean train?"),
+        (["trainn"], "Did you mean train?"),
         (["train", "--max-steps", "3"], "keys are given as KEY=VALUE, such as trainer.grpo.max_steps=VALUE"),
         ([], "COMMAND"),
         (["status", "nothing"], "nothing: neither a run"),

@@ -94,12 +94,13 @@ def check_beginning(cfg: DictConfig) -> None:
 
 
 def check_weights(cfg: DictConfig, folder: Path) -> None:
-    """Raise ConfigError if the key `model`, config.json and the weights of a model folder are not of one shape."""
+    """Raise ConfigError if the key `model`, config.json, weights and tokenizer of a folder are not of one model."""
     from nemo_prorl.checks import check_shape
     from nemo_prorl.data.hf_config import read_config, weights_fault
+    from nemo_prorl.data.render import vocabulary_fault
 
     check_shape(cfg.model, read_config(folder), str(folder))
-    if fault := weights_fault(folder):
+    if fault := weights_fault(folder) or vocabulary_fault(folder):
         raise ConfigError(fault)
 
 
@@ -112,7 +113,7 @@ def start_faults(cfg: DictConfig) -> Iterator[tuple[ProrlError, bool]]:
     from nemo_prorl.data.hf_config import weights_fault
     from nemo_prorl.data.hub import will_be_completed
     from nemo_prorl.data.prepared import faults, is_elsewhere
-    from nemo_prorl.data.render import tokenizer_fault
+    from nemo_prorl.data.render import tokenizer_fault, vocabulary_fault
     from nemo_prorl.launcher.doctor.network import wandb_fault
     from nemo_prorl.lifecycle.retention import check_continuable, complete
     from nemo_prorl.planning.prompts import template_fault
@@ -129,11 +130,12 @@ def start_faults(cfg: DictConfig) -> Iterator[tuple[ProrlError, bool]]:
     yield from ((ConfigError(fault), is_elsewhere(cfg)) for fault in faults(cfg))
     given = cfg.pretrained_checkpoint.restore_from_path
     if given and not will_be_completed(folder := Path(given)):
-        if fault := tokenizer_fault(folder) or (template_fault(cfg.data, folder) or weights_fault(folder)):
-            yield ConfigError(f"pretrained_checkpoint.restore_from_path={fault}"), False
+        of_model = tokenizer_fault(folder) or template_fault(cfg.data, folder)
+        if of_model := of_model or weights_fault(folder) or vocabulary_fault(folder):
+            yield ConfigError(f"pretrained_checkpoint.restore_from_path={of_model}"), False
         if not any(folder.glob("*.safetensors")):
-            fault = f"pretrained_checkpoint.restore_from_path={folder}: no weights (*.safetensors)"
-            yield ConfigError(f"{fault}. Fix: copy the model's weights into it"), True
+            told = f"pretrained_checkpoint.restore_from_path={folder}: no weights (*.safetensors)"
+            yield ConfigError(f"{told}. Fix: copy the model's weights into it"), True
     if fault := run_dir_fault(run_dir):
         yield ConfigError(fault), _nearest(run_dir) == Path(run_dir.absolute().anchor)
     if fault := wandb_fault(cfg, os.environ):

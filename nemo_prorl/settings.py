@@ -15,9 +15,8 @@ import importlib.resources
 import logging
 import os
 import sys
-from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -32,7 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 from nemo_prorl import own_functions
 from nemo_prorl.cautions import cautions
 from nemo_prorl.checks import check, check_heads, check_shape, pretrained_config, pretrained_name
-from nemo_prorl.config import MISSING, Config, DataSource, all_keys
+from nemo_prorl.config import MISSING, Config, all_keys
 from nemo_prorl.config_changes import check_same_run, leaves
 from nemo_prorl.data.hf_config import model_keys
 from nemo_prorl.data.hub import model_folder
@@ -42,6 +41,7 @@ from nemo_prorl.files import first_line
 from nemo_prorl.migration.names import meant
 from nemo_prorl.rewards.functions import absolute
 from nemo_prorl.sizing.memory import is_small
+from nemo_prorl.value_types import cure, did_you_mean, kind_words, same_kind, type_message
 
 _log = logging.getLogger(__name__)
 
@@ -205,7 +205,7 @@ def read_config(path: Path) -> DictConfig:
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: {_type_message(cfg, str(error.full_key or ''), None, error)}") from error
+        raise ConfigError(f"{path}: {type_message(cfg, str(error.full_key or ''), None, error)}") from error
 
 
 def conf_folder() -> Path:
@@ -303,7 +303,7 @@ def _compose(groups: list[Override], own: Path | None) -> DictConfig:
         group, name = chosen.key_or_group, chosen.value()
         if name not in options[group]:
             raise ConfigError(
-                f"{group}={name}: no such option.{_did_you_mean(str(name), options[group])} "
+                f"{group}={name}: no such option.{did_you_mean(str(name), options[group])} "
                 f"Known: {', '.join(options[group])}{_for_a_model(group, name)}"
             )
     choices = tuple(f"{o.key_or_group}={o.value()}" for o in groups)
@@ -376,13 +376,13 @@ def _apply(cfg: DictConfig, key: str, value: Any, add: bool) -> None:
         OmegaConf.update(cfg, key, value, force_add=True)  # a NeMo key that no shipped file sets
         return
     node, nemo = _require_known(cfg, key, value), key.split(".")[0] in NEMO_SECTIONS
-    if nemo and node is not None and not _same_kind(node, value):
+    if nemo and node is not None and not same_kind(node, value):
         kind, like = type(node), "" if isinstance(node, DictConfig) else f", like the shipped value {node}"
-        raise ConfigError(f"{key}={value}: expected {_kind(kind, False)}{like}{_cure(key, value, kind, node)}")
+        raise ConfigError(f"{key}={value}: expected {kind_words(kind, False)}{like}{cure(key, value, kind, node)}")
     try:
         OmegaConf.update(cfg, key, value, force_add=_is_free(key))
     except OmegaConfBaseException as error:
-        raise ConfigError(_type_message(cfg, key, value, error)) from error
+        raise ConfigError(type_message(cfg, key, value, error)) from error
 
 
 def _require_known(cfg: DictConfig, key: str, value: Any) -> Any:
@@ -442,67 +442,7 @@ def _is_free(key: str) -> bool:
     return False
 
 
-def _same_kind(old: Any, new: Any) -> bool:
-    """Return whether `new` has a type that can replace `old` in NeMo's yaml; interpolations and null always can."""
-    if new is None or any(isinstance(value, str) and value.startswith("${") for value in (old, new)):
-        return True
-    if isinstance(old, bool) or isinstance(new, bool):
-        return type(old) is type(new)
-    kinds: dict[Any, Any] = {float: int | float, DictConfig: dict, ListConfig: list}
-    return isinstance(new, kinds.get(type(old), type(old)))
-
-
-def _kind(kind: Any, optional: bool) -> str:
-    """Return a type as text, such as "a whole number or null"."""
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    if kind in names:
-        name = names[kind]
-    elif get_origin(kind) is list and get_args(kind) == (DataSource,):
-        name = "a list of sources, such as [{name: mine, path: FILE}]"
-    elif kind is ListConfig or get_origin(kind) is list:
-        name = "a list [a, b, ...]"
-    else:
-        name = "a mapping {key: value, ...}"
-    return name + (" or null" if optional else "")
-
-
-def _type_message(cfg: DictConfig, key: str, value: Any, error: OmegaConfBaseException) -> str:
-    """Return the message for a value that the schema rejects, with the expected type if the schema has the key."""
-    name = str(error.full_key or key)
-    if key and not name.startswith(key) and is_dataclass(error.object_type):  # an unknown key in an item of a list
-        known = [field.name for field in fields(error.object_type)]
-        return f"{key}: unknown key {name}.{_did_you_mean(name, known)} Known: {', '.join(known)}"
-    label = f"{name}={value}" if name == key else name
-    node = OmegaConf.select(cfg, name.rpartition(".")[0]) if "." in name else cfg
-    last = name.rpartition(".")[2]
-    child = node._get_node(last) if isinstance(node, DictConfig) and last in node.keys() else None  # noqa: SIM118
-    if child is None or isinstance(child, list):
-        return f"{label}: {first_line(error)}"
-    kind = child._metadata.ref_type
-    return f"{label}: expected {_kind(kind, child._metadata.optional)}{_cure(name, value, kind, child)}"
-
-
-def _cure(key: str, value: Any, kind: Any, node: Any) -> str:
-    """Return the likely cure for a value that is not of the `kind` of a key, whose value now is `node`; empty: none."""
-    fix = ""
-    if isinstance(node, ListConfig) and isinstance(value, int | float):
-        fix = f"{key}=[{value}]"
-    elif isinstance(node, DictConfig):
-        names = ["enabled"] if isinstance(value, bool) else ["name", "mode", "kind"] if isinstance(value, str) else []
-        fix = next((f"{key}.{name}={str(value).lower()}" for name in names if name in node), "")
-    elif kind is int and isinstance(value, float) and value.is_integer():
-        fix = f"{key}={value:.0f}"
-    elif key == "model.optim.sched.warmup_steps" and isinstance(value, float) and 0 < value < 1:
-        fix = f"model.optim.sched.warmup_ratio={value}"
-    return fix and f". Fix: {fix}"
-
-
 def _for_a_model(group: str, name: Any) -> str:
     """Return the key for the folder or hub name of a model that is given as an option of the group `model`."""
     is_model = group == "model" and "/" in str(name)
     return f". Fix for a model's folder or hub name: pretrained_checkpoint.restore_from_path={name}" if is_model else ""
-
-
-def _did_you_mean(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f" Did you mean {near[0]}?" if near else ""

@@ -14,7 +14,6 @@ from nemo_prorl.config import Config
 from nemo_prorl.data import parquet as tables
 from nemo_prorl.data.hf_config import weights_fault
 from nemo_prorl.data.prepared import missing_files, task_of
-from nemo_prorl.errors import ConfigError
 from nemo_prorl.files import objects_in
 from nemo_prorl.launcher.doctor.check import Check, NoAnswer, ask
 from nemo_prorl.lifecycle.base_model import initial_model
@@ -59,14 +58,19 @@ def check_model(cfg: DictConfig) -> Iterator[Check]:
     try:
         config = json.loads((folder / "config.json").read_text())
         check_shape(cfg.model, config, str(folder))
-        if fault := weights_fault(folder) or ("no *.safetensors" if not any(folder.glob("*.safetensors")) else None):
-            raise ConfigError(fault)
+        fault = weights_fault(folder)
         generation = json.loads(generation_file.read_text()) if generation_file.is_file() else {}
     except (OSError, ValueError) as error:
         cure = (
             "choose the group of this model (model=...), or another folder; it must be a complete Hugging Face folder"
         )
         yield Check("model", "fail", f"{folder}: {error}", cure)
+        return
+    if not any(folder.glob("*.safetensors")):
+        fault = f"{folder}: no weights (*.safetensors). Fix: copy the model's weights into it"
+    if fault is not None:
+        text, _, cure = fault.partition(". Fix: ")
+        yield Check("model", "fail", text, cure)
         return
     layers = f"{config.get('num_hidden_layers')} layers of {config.get('hidden_size')}"
     yield Check("model", "pass", f"{folder}: {layers}, as configured by model.*")

@@ -1,5 +1,6 @@
 """Converts prompts to token ids and responses to text, with the policy's tokenizer and chat template."""
 
+import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,6 +41,26 @@ def tokenizer_fault(folder: Path) -> str | None:
     return (
         f"{folder}: {' and '.join(lacks)}, so no tokenizer. Fix: copy the model's tokenizer files into it, or name"
         " another Hugging Face model folder"
+    )
+
+
+def vocabulary_fault(folder: Path) -> str | None:
+    """Return that a tokenizer has ids without a row in the embedding, and the cure; None if it has not.
+
+    Reads tokenizer.json only.
+    """
+    try:
+        tokenizer, rows = (json.loads((folder / f"{name}.json").read_text()) for name in ("tokenizer", "config"))
+        vocabulary, added = tokenizer["model"]["vocab"], [token["id"] for token in tokenizer.get("added_tokens", [])]
+        ids = range(len(vocabulary)) if isinstance(vocabulary, list) else vocabulary.values()
+        highest, size = max([*ids, *added], default=-1), int(rows["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # other checks name what is missing
+    if highest < size:
+        return None
+    return (
+        f"{folder}: the tokenizer has ids up to {highest}, and config.json has vocab_size={size}: some ids have no row"
+        " in the embedding. Fix: the model's own tokenizer"
     )
 
 

@@ -27,6 +27,8 @@ _log = logging.getLogger(__name__)
 
 ALLOWED = {"float32": 0.001, "bfloat16": 0.1, "float16": 0.1}  # mean difference per token from float64, in nats
 
+_AT_ONCE = 256  # positions: logits in float64 of a large vocabulary have a megabyte each
+
 
 def add_parser(commands: Any) -> None:
     """Add `audit` to the main command line."""
@@ -149,14 +151,17 @@ def exact(
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
-    net = AutoModelForCausalLM.from_pretrained(model, torch_dtype=torch.float64, attn_implementation="eager").eval()
+    net = AutoModelForCausalLM.from_pretrained(model, torch_dtype=torch.float64).eval()
     made = []
     for number, (group, k) in chosen.items():
         tokens = group.responses[k].token_ids
         with torch.no_grad():
-            logits_TV = net(torch.tensor([[*group.prompt_ids, *tokens]])).logits[0, -len(tokens) - 1 : -1]
-        logp_TV = (logits_TV.double() / temperature).log_softmax(dim=-1)
-        logp_T = logp_TV.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+            every_TH = net.model(torch.tensor([[*group.prompt_ids, *tokens]])).last_hidden_state[0]
+            hidden_TH = every_TH[-len(tokens) - 1 : -1]
+            parts = zip(hidden_TH.split(_AT_ONCE), torch.tensor(tokens)[:, None].split(_AT_ONCE), strict=True)
+            logp_T = torch.cat(
+                [(net.lm_head(h_TH) / temperature).log_softmax(dim=-1).gather(1, t_T1)[:, 0] for h_TH, t_T1 in parts]
+            )
         engine_T = torch.tensor(group.responses[k].logprobs, dtype=torch.float64)
         name = f"response {k} of draw {group.draw_index}"
         made.append(Tokens(number, name, engine_T, trainer[str(number)].double(), logp_T))

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from nemo_prorl import cli, settings
 from nemo_prorl.data.hf_config import tensor_shapes, weights_fault
+from nemo_prorl.data.render import vocabulary_fault
 from nemo_prorl.policy.tools import export_hf, import_hf
 from tests.policy.models import MODELS, QWEN2, shapes_of, write_model
 
@@ -73,6 +74,40 @@ def test_weights_that_are_not_of_their_config_are_refused_before_anything_starts
     assert re.search(told, shown.replace("\n", " ")), shown
     assert not (tmp_path / "run" / "endpoints").exists()
     assert not (tmp_path / "imported").exists()
+
+
+@pytest.mark.parametrize("command", ["import-hf", "plan", "train --dry-run", "train"])
+def test_a_tokenizer_of_another_model_is_told(command: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = write_model(tmp_path / "model", QWEN2 | {"num_attention_heads": 2, "num_key_value_heads": 1})
+    file = model / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    assert vocabulary_fault(model) is None
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 99, "content": "<one more>"})
+    file.write_text(json.dumps(tokenizer))
+    words = [*command.split(), f"run_dir={tmp_path / 'run'}", f"pretrained_checkpoint.restore_from_path={model}"]
+    if command == "import-hf":  # reads weights only
+        assert cli.main([command, str(model), str(tmp_path / "imported")]) == 0
+    else:
+        assert cli.main(words) == 2
+    assert "the tokenizer has ids up to 99, and config.json has vocab_size=99: some ids have no row" in caplog.text
+    if command == "plan":
+        file.unlink()
+        assert cli.main(words) == 2
+        assert "no vocabulary (tokenizer.json" in caplog.text
+    assert not (tmp_path / "run" / "endpoints").exists()
+
+
+def test_a_run_whose_prompts_all_need_a_chat_template_is_refused_without_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = write_model(tmp_path / "model", QWEN2 | {"num_attention_heads": 2, "num_key_value_heads": 1})
+    words = ["plan", f"run_dir={tmp_path / 'run'}", f"pretrained_checkpoint.restore_from_path={model}"]
+    assert cli.main([*words, "data.prompt=chat"]) == 2
+    assert "the tokenizer has no chat template for data.prompt=chat. Fix: data.prompt=text" in caplog.text
+    caplog.clear()
+    assert cli.main([*words, "data.prompt=text"]) == 0
+    (model / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    assert cli.main([*words, "data.prompt=chat"]) == 0
 
 
 @pytest.mark.parametrize("name", MODELS)

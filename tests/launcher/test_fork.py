@@ -126,9 +126,12 @@ def test_wrong_use_is_refused(words: list[str], told: str, caplog: pytest.LogCap
 def test_equal_arms_are_equal_to_the_bit(
     undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The third arm says what is so already.  The reset arm begins with a KL of 0; the others do not."""
+    """The third arm says what is so already.  The reset arm begins with a KL of 0; the others do not.
+
+    The checkpoint is not that of step 2, after whose reset another one changes nothing.
+    """
     same = "trainer.grpo.clip_high=0.4"
-    words = ["fork", str(undisturbed), "--checkpoint", "2", "--arms", "none", "reset", same, "--steps", "3"]
+    words = ["fork", str(undisturbed), "--checkpoint", "4", "--arms", "none", "reset", same, "--steps", "3"]
     for which in ("newest", "best"):
         assert cli.main(["fork", str(undisturbed), "--checkpoint", which, "--steps", "3", "--dry-run"]) == 0
         assert capsys.readouterr().out.count("prorl train --config") == 2

@@ -69,9 +69,9 @@ def load(engine: EngineProcess, path: Path, version: int) -> None:
     asyncio.run(with_client(engine, lambda c: c.load_weights(str(path), version, Deadline(60, "weights"))))
 
 
-def published(engine: EngineProcess, model: Path, version: int) -> Path:
-    """The model's weights, written as the trainer writes them, in the engine's folder."""
-    return WeightStore(engine.weights_dir).write(load_file(model / "model.safetensors").items(), version)
+def published(engine: EngineProcess, model: Path, version: int, dtype: str | None = None) -> Path:
+    """The model's weights, written as the trainer writes them for engines of a dtype, in the engine's folder."""
+    return WeightStore(engine.weights_dir, dtype).write(load_file(model / "model.safetensors").items(), version)
 
 
 def same(left: Sequence[Response], right: Sequence[Response]) -> bool:
@@ -115,11 +115,13 @@ def fresh(
     engine.stop()
 
 
-def assert_update_equals(engine: EngineProcess, fresh: EngineProcess, models: dict[str, Path], kind: str) -> None:
-    load(engine, published(engine, models[f"{kind}0"], 0), 0)
+def assert_update_equals(
+    engine: EngineProcess, fresh: EngineProcess, models: dict[str, Path], kind: str, dtype: str | None = None
+) -> None:
+    load(engine, published(engine, models[f"{kind}0"], 0, dtype), 0)
     sampled = SamplingParams(temperature=1.2, max_tokens=32, stop_token_ids=())
     old = ask_all(engine, GREEDY)
-    load(engine, published(engine, models[f"{kind}1"], 1), 1)
+    load(engine, published(engine, models[f"{kind}1"], 1, dtype), 1)
     new, drawn = ask_all(engine, GREEDY), ask_all(engine, sampled, (5, 6))
     assert {r.weight_version for r in new} == {1}
     assert {r.weight_version for r in old} == {0}
@@ -172,14 +174,15 @@ def test_responses_that_lose_their_place_in_the_cache_are_counted_and_go_on_as_t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("extra", [(), ("--dtype=bfloat16",)])
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_the_same_with_an_untied_head_and_in_bfloat16(
-    vllm_python: str, models: dict[str, Path], tmp_path: Path, extra: tuple[str, ...]
+    vllm_python: str, models: dict[str, Path], tmp_path: Path, dtype: str | None
 ) -> None:
+    extra = [] if dtype is None else [f"--dtype={dtype}"]
     engine = EngineProcess(vllm_python, models["untied0"], tmp_path / "a", 0, *extra).start().wait_ready()
     fresh = EngineProcess(vllm_python, models["untied1"], tmp_path / "b", 0, *extra).start()
     try:
-        assert_update_equals(engine, fresh, models, "untied")
+        assert_update_equals(engine, fresh, models, "untied", dtype)
     finally:
         engine.stop()
         fresh.stop()

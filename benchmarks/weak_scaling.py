@@ -106,7 +106,7 @@ def trainer_of(cfg: Any, policy: Any, store: Any, groups: list[Any]) -> Any:
     speed: Any = SimpleNamespace(metrics=lambda tokens, squares, seconds: {})
     none: Any = None
     ledger: Any = SimpleNamespace(**dict.fromkeys(("begin", "responses", "update", "end"), lambda *_, **named: None))
-    parts = (rollouts, none, resets, none, none, records, none, none, speed, none, none, leader, ledger)
+    parts = (rollouts, none, resets, none, none, none, records, none, none, speed, none, none, leader, ledger)
     return Trainer(cfg, policy, TrainerState(), *parts)
 
 

@@ -106,7 +106,7 @@ def _useless_resets(cfg: DictConfig, made: int, done: list[int]) -> Iterator[str
             f"{key}: the reset after step {last} has no use in this run, because trainer.grpo.max_steps={last}. Fix:"
             " an earlier step, or more steps"
         )
-    planned = resets.every is not None or resets.at_steps or resets.mode == "auto" or done
+    planned = resets.every is not None or resets.at_steps or resets.mode in ("auto", "trial") or done
     begins = begins_with_reset(cfg)
     empties = resets.parts != "reference" or resets.roll_back
     fix = "only `prorl control RUN reset` would make one. Fix: trainer.resets.at_steps or every"
@@ -176,7 +176,11 @@ def _long_rises(cfg: DictConfig, made: int) -> Iterator[str]:
             f" (trainer.grpo.max_steps={steps}){falls}. Fix: fewer steps of warm-up, or more steps"
         )
     key, rise = _rises(cfg)[True]
-    if resets.mode == "auto" and resets.parts != "reference" and rise > (pause := resets.rules.cooldown_steps):
+    if (
+        resets.mode in ("auto", "trial")
+        and resets.parts != "reference"
+        and rise > (pause := resets.rules.cooldown_steps)
+    ):
         yield (
             f"{key}={OmegaConf.select(cfg, key):g}: after a reset a rule may ask for the next one before the learning"
             f" rate has its full value again, after trainer.resets.rules.cooldown_steps={pause} steps. Fix:"
@@ -274,7 +278,7 @@ def _resets(cfg: DictConfig) -> Iterator[str]:
             f"trainer.resets.every={resets.every}: no regular reset before the last step, because"
             f" trainer.grpo.max_steps={steps}. Fix: less than {steps}, or null"
         )
-    planned = resets.every is not None or resets.at_steps or resets.mode == "auto"
+    planned = resets.every is not None or resets.at_steps or resets.mode in ("auto", "trial")
     if planned and resets.parts == "reference" and cfg.trainer.grpo.kl_coef == 0:
         yield (
             "trainer.resets.parts=reference: no effect, because trainer.grpo.kl_coef=0 gives the reference no weight."

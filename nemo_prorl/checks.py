@@ -386,6 +386,24 @@ def _resets(cfg: DictConfig) -> Iterator[Fault]:
         rules, fix = ", ".join((*RESET_RULES, *ADVISING_RULES)), "Fix: name one, or trainer.resets.mode=advise"
         reason = f"expected one or more of {rules} if trainer.resets.mode={resets.mode}. {fix}"
         yield "trainer.resets.rules.asks", reason
+    yield from _trials(cfg)
+
+
+def _trials(cfg: DictConfig) -> Iterator[Fault]:
+    resets, grpo = cfg.trainer.resets, cfg.trainer.grpo
+    if resets.mode != "trial":
+        return
+    if not cfg.data.validation:
+        yield "data.validation", "expected held-out prompts, which decide the trials of trainer.resets.mode=trial"
+    if resets.trial_steps < grpo.validate_every:
+        fix = f"Fix: trainer.resets.trial_steps={4 * grpo.validate_every}, or more validations"
+        yield (
+            "trainer.resets.trial_steps",
+            f"expected at least trainer.grpo.validate_every={grpo.validate_every}. {fix}",
+        )
+    if not (resets.rules.asks or resets.at_steps or resets.every):
+        fix = "Fix: trainer.resets.every=500"
+        yield "trainer.resets.mode", f"expected a rule (rules.asks), at_steps or every that asks for a trial. {fix}"
 
 
 def pretrained_name(cfg: DictConfig) -> str:

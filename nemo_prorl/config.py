@@ -230,8 +230,17 @@ class ResetsConfig:
 
     mode: str = key(
         "advise",
-        "effect of the rules: none (manual), alarms (advise), alarms and resets (auto), alarms and a stop (stop)",
-        choices=("manual", "advise", "auto", "stop"),
+        "effect of the rules: none (manual), alarms (advise), alarms and resets (auto), alarms and a stop (stop);"
+        " trial: each reset that rules, at_steps or every ask for is tried, and kept only if it wins",
+        choices=("manual", "advise", "auto", "stop", "trial"),
+        may_change=True,
+    )
+    trial_steps: int = key(100, "steps with and without the reset in a trial (mode=trial)", least=1, may_change=True)
+    trial_every: int = key(500, "fewest steps from the start of a trial to the next", least=1, may_change=True)
+    trial_noise: float = key(
+        0.01,
+        "standard deviation of the difference between two equal arms, beyond that of the prompts",
+        least=0,
         may_change=True,
     )
     at_steps: list[int] = key(list, "steps after whose updates a reset takes place", may_change=True)

@@ -41,6 +41,7 @@ from nemo_prorl.lifecycle.run_records import Journal, Records
 from nemo_prorl.lifecycle.step_traces import StepTraces
 from nemo_prorl.lifecycle.stopping import FORWARDED_AS, Stopping
 from nemo_prorl.lifecycle.tolerances import kl_after_reset
+from nemo_prorl.lifecycle.trials import Trials
 from nemo_prorl.lifecycle.validation import HeldOut, Validation
 from nemo_prorl.lifecycle.warmup import warm_up
 from nemo_prorl.lifecycle.watchdog import Watchdog
@@ -174,6 +175,7 @@ def build(cfg: Config, run_dir: Path, policy: Policy, stopping: Stopping) -> Tra
         rollouts=rollouts,
         validation=validation,
         resets=resets,
+        trials=Trials(cfg, run_dir, resets, checkpoints, records=records, ledger=ledger, leader=leader),
         checkpoints=checkpoints,
         control=Control(requests, validation, checkpoints, stopping, ledger),
         records=records,

@@ -113,6 +113,7 @@ def build(cfg: Config, folder: Path, policy: Any, plan: ReplayPlan) -> Trainer:
         rollouts=rollouts,
         validation=nothing,
         resets=resets,
+        trials=nothing,
         checkpoints=nothing,
         control=nothing,
         records=records,

@@ -48,6 +48,7 @@ if TYPE_CHECKING:  # parts that `rank.py` builds and passes in
     from nemo_prorl.lifecycle.run_records import Records
     from nemo_prorl.lifecycle.step_traces import StepTraces
     from nemo_prorl.lifecycle.stopping import Stopping
+    from nemo_prorl.lifecycle.trials import Trials
     from nemo_prorl.lifecycle.validation import Validation
     from nemo_prorl.lifecycle.watchdog import Watchdog
     from nemo_prorl.rollout.rollouts import Rollouts
@@ -111,6 +112,7 @@ class Trainer:
     rollouts: "Rollouts"
     validation: "Validation"
     resets: "Resets"
+    trials: "Trials"
     checkpoints: "Checkpoints"
     control: "Control"
     records: "Records"
@@ -139,7 +141,8 @@ class Trainer:
                 self.validate(Metrics(0, self.cfg.stage))
                 if self.checkpoints.due(0):
                     self.checkpoints.save(0)
-            for step in range(progress.step + 1, self.cfg.trainer.grpo.max_steps + 1):
+            while self.steps_are_left():
+                step = progress.step + 1
                 with self.traces.step(step):
                     with self.watchdog.watch(step):
                         metrics = self.train_step(step)
@@ -150,6 +153,11 @@ class Trainer:
             self.checkpoints.save(progress.step, wait=True)
             raise StoppedCleanly(f"{stop}; finished steps are saved; the same command continues") from stop
 
+    def steps_are_left(self) -> bool:
+        """Return whether another step follows.  A trial of a reset may go back to an earlier step first."""
+        self.trials.turn(self.progress.step)
+        return self.progress.step < self.cfg.trainer.grpo.max_steps
+
     def finish_step(self, metrics: Metrics) -> None:
         """Do the work that follows a step's updates: validation, log, hard reset or checkpoint, control requests."""
         step, self.progress.unfinished = metrics.step, metrics
@@ -159,12 +167,15 @@ class Trainer:
         self.records.log(metrics)  # before the checkpoint, which records the length of metrics.jsonl
         self.progress.unfinished = None
         requests = self.control.pending(step)
-        if reason := reset_reason(requests, self.resets.due(metrics)):  # after the log, whose lines the rules use
+        due = self.resets.due(metrics)  # after the log, whose lines the rules use
+        tries = self.trials.begin(step, due)
+        if reason := reset_reason(requests, None if self.trials.on else due):
+            self.trials.end_by_request(step)
             with self.watchdog.watch(step, "reset"):
                 self.resets.perform(step, reason, self.checkpoints)  # includes a checkpoint
-        elif self.checkpoints.due(step):
+        elif tries or self.checkpoints.due(step):
             with self.watchdog.watch(step, "checkpoint"):
-                self.checkpoints.save(step)
+                self.checkpoints.save(step, wait=tries)
         self.control.serve(requests, step)
         self.stop_if_requested(step)
         if self.resets.stop is not None and step < self.cfg.trainer.grpo.max_steps:

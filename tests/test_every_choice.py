@@ -26,6 +26,7 @@ from nemo_prorl.data.render import PromptRenderer
 from nemo_prorl.launcher.processes import MergedLog
 from nemo_prorl.launcher.supervisor import NodeSupervisor
 from nemo_prorl.lifecycle.tolerances import engine_gap_alarm, kl_after_reset
+from nemo_prorl.lifecycle.trials import Trials
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.policy.build import nemo_config
 from nemo_prorl.rollout.engine.requests import PARTS
@@ -33,7 +34,7 @@ from nemo_prorl.rollout.engine.sleep import EngineSleep
 from nemo_prorl.rollout.weight_store import WeightStore
 from nemo_prorl.sizing.memory import memory_of, weight_bytes
 from nemo_prorl.trainer import Trainer, advantages, update
-from tests.lifecycle.parts import NoCheckpoints, Parts
+from tests.lifecycle.parts import NoCheckpoints, Parts, leader
 from tests.policy.choice_ranks import ALIKE, CHOICES, settings_of
 from tests.rollout.test_collector import group_of
 
@@ -144,15 +145,18 @@ def _parts(cfg: DictConfig, folder: Path) -> Parts:
 
 
 def _mode(cfg: DictConfig, folder: Path) -> Any:
-    """What a run does about a KL that jumps: (resets, stops, alarms)."""
-    parts, reasons, stops = _parts(cfg, folder), [], []
+    """What a run does about a KL that jumps: (resets, stops, trials, alarms)."""
+    parts, reasons, stops, tried, nothing = _parts(cfg, folder), [], [], [], cast(Any, None)
+    few = OmegaConf.merge(cfg, {"trainer": {"resets": {"trial_steps": 1}}})
+    trials = Trials(cast(Any, few), folder, parts.resets, nothing, parts.records, nothing, leader())
     for step in range(1, 121):
         metrics = Metrics(step, "none")
         metrics.put("kl", _spike(step)["kl"])
         reasons.append(parts.resets.due(metrics))
         stops.append(parts.resets.stop)
+        tried.append(trials.begin(step, reasons[-1]))
     alarms = [event for event in parts.records.events() if event["event"] == "alarm"]
-    return any(reasons), any(stops), len(alarms)
+    return any(reasons), any(stops), any(tried), len(alarms)
 
 
 def _what_is_reset(cfg: DictConfig, folder: Path) -> Any:

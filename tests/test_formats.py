@@ -297,7 +297,7 @@ def test_what_the_nodes_of_a_run_write_fits(tmp_path: Path) -> None:
 
 # --- what a run writes, through the code that writes it --------------------------------------------------------------
 
-NOTING = ("checkpoints", "control", "run_records", "resets", "validation")  # in the journal
+NOTING = ("checkpoints", "control", "run_records", "resets", "trials", "validation")  # in the journal
 SCORES: Any = {
     "all": {"mean": 0.25, "se": 0.1, "prompts": 4},
     "tasks": {"sums": {"mean": 0.25, "se": 0.1, "prompts": 4}},
@@ -444,6 +444,9 @@ def test_journal_and_rollouts_fit(tmp_path: Path) -> None:
         "host": "n",
     }
     journal.append("control", 3, **answer)
+    journal.append("trial", 3, arm="reset", reason="every")
+    result: Any = {"winner": "none", "difference": -0.01, "se": 0.01, "because": "no difference is shown"}
+    journal.append("trial_end", 9, trial=3, tokens=100, **result)
     journal.append("finish", 4)
     assert [f for event in journal.events() for f in against("journal-event", event)] == []
     assert against("journal-event", {"event": "party", "step": 1, "time": 0.0})

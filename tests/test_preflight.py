@@ -146,6 +146,7 @@ class Parts:
             rollouts,
             none,
             resets,
+            none,
             checkpoints,
             none,
             none,

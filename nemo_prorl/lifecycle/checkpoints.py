@@ -110,6 +110,20 @@ class Checkpoints:
         Raises CheckpointError.  In a Slurm job, which nobody watches, a damaged checkpoint is set aside first: the
         job's next attempt continues from the one before.
         """
+        state = self.load(folder)
+        self.records.event("resume", state["step"], stage=self.cfg.stage, version=__version__)
+        if state["code"] != code_sha256():
+            self.records.alarm(
+                state["step"], "this code differs from the code that wrote the checkpoint; results may differ"
+            )
+        for file, digest in state.get("functions", {}).items():
+            if self.functions.get(file, digest) != digest:
+                self.records.alarm(
+                    state["step"], f"{file} was changed after the checkpoint: later steps follow another rule"
+                )
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Load the policy and all parts as they were, also in a run that trains; return the state."""
         try:
             retention.check_continuable(folder)
             state = self.policy.load(folder)
@@ -122,16 +136,7 @@ class Checkpoints:
         for name, part in self.parts.items():
             part.load_state_dict(state[name])
         self.saved = self._key(state["step"])
-        self.records.event("resume", state["step"], stage=self.cfg.stage, version=__version__)
-        if state["code"] != code_sha256():
-            self.records.alarm(
-                state["step"], "this code differs from the code that wrote the checkpoint; results may differ"
-            )
-        for file, digest in state.get("functions", {}).items():
-            if self.functions.get(file, digest) != digest:
-                self.records.alarm(
-                    state["step"], f"{file} was changed after the checkpoint: later steps follow another rule"
-                )
+        return state
 
     def tell_damaged(self, step: int) -> None:
         """Alarm for each checkpoint of a step after `step` that was set aside: the run computes its steps again."""
@@ -195,18 +200,19 @@ class Checkpoints:
             newest=grpo.keep_checkpoints,
             best=grpo.keep_best,
             budget=None if grpo.checkpoint_budget_gb is None else int(grpo.checkpoint_budget_gb * 1e9),
-            needed=[best] if best is not None and roll_back else [],
+            needed=[*([best] if best is not None and roll_back else []), *self.resets.goes_back_to],
         )
         files = {GROUPS: self.parts["rollouts"].groups()}  # type: ignore[attr-defined]
         self.policy.save(retention.step_folder(self.folder, step), state, retain, files)
         self.records.checkpoint_s += time.monotonic() - began
 
     def _key(self, step: int) -> object:
-        """Return (step, whether its line of metrics.jsonl is still to be written, number of hard resets).
+        """Return (step, whether its line of metrics.jsonl is still to be written, number of hard resets, trial's arm).
 
         `save` writes a checkpoint only if this key differs from the key of the newest checkpoint.
         """
-        return step, self.parts["trainer"].state_dict()["unfinished"] is not None, len(self.resets.done)
+        arm = self.resets.trial and self.resets.trial["arm"]
+        return step, self.parts["trainer"].state_dict()["unfinished"] is not None, len(self.resets.done), arm
 
     def wait(self) -> None:
         """Wait until the last checkpoint is complete.  Raises CheckpointError if a write failed."""

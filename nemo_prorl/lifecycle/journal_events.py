@@ -1,6 +1,7 @@
 """Types of the lines of journal.jsonl, shared with state.json and summary.json."""
 
-from typing import Literal, NotRequired, TypedDict
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, NotRequired, TypedDict
 
 from nemo_prorl.schema import Amount, Count, Number, Sha256, Share, Time
 
@@ -108,10 +109,67 @@ class Answer(_Line):
     event: Literal["control"]
 
 
+class Trial(_Line):
+    """A trial of a hard reset (trainer.resets.mode=trial) goes on with an arm, from the checkpoint of `step`."""
+
+    arm: Literal["none", "reset"]
+    """without the reset, which comes first, or with it"""
+    reason: str
+    """why a reset was asked for"""
+    event: Literal["trial"]
+
+
+class TrialResult(TypedDict):
+    """How a trial of a hard reset ended."""
+
+    winner: Literal["none", "reset"]
+    difference: float
+    """held-out score with the reset minus that without it, in the later half of the validations"""
+    se: Amount
+    """standard error of the difference"""
+    because: str
+    """what decided, as text"""
+
+
+class TrialEnd(_Line, TrialResult):
+    """A trial is decided: the run continues from the end of the winner.  `step` is that end."""
+
+    trial: Count
+    """step after which the trial began"""
+    tokens: Count
+    """tokens that the losing arm generated"""
+    event: Literal["trial_end"]
+
+
 class Finish(_Line):
     """The last step is done."""
 
     event: Literal["finish"]
 
 
-JournalEvent = Start | Validated | Reasoned | ResetCommit | Alarm | Change | Answer | Finish
+JournalEvent = Start | Validated | Reasoned | ResetCommit | Alarm | Change | Answer | Trial | TrialEnd | Finish
+
+
+def standing(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the events that stand, in order: a resume discards those of later steps, a trial those of its losing arm.
+
+    Args:
+        events: lines of journal.jsonl; those without a step that is a number are left out.
+    """
+    found: list[Mapping[str, Any]] = []
+    without: list[Mapping[str, Any]] | None = None  # what stood at the end of a trial's arm without reset
+    for event in events:
+        step, kind = event.get("step"), event.get("event")
+        if not isinstance(step, int) or isinstance(step, bool):
+            continue
+        if kind == "trial" and event.get("arm") == "reset" and without is None:
+            without = found
+        elif kind == "trial" and event.get("arm") == "none":
+            without = None
+        elif kind == "trial_end":
+            found = without if event.get("winner") == "none" and without is not None else found
+            without = None
+        if kind in ("resume", "trial"):
+            found = [one for one in found if one["step"] <= step]
+        found.append(event)
+    return found

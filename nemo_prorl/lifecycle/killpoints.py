@@ -24,6 +24,11 @@ POINTS = (
     "reset:optimizer",  # moments and step count are reset
     "reset:checkpointed",  # the checkpoint with the reset is complete
     "reset:committed",  # journalled
+    "trial:records",  # the records of the arm without the reset are put away
+    "trial:back",  # its checkpoints, too; the run has not yet gone back
+    "trial:lost",  # the records of the arm with the reset are put away
+    "trial:checkpoints back",  # the other arm's checkpoints are in place
+    "trial:records back",  # its records, too
 )
 
 

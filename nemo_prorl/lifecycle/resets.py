@@ -12,7 +12,7 @@ checkpoint, and `settle` adds `reset_commit`.
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypedDict
 
 from nemo_prorl.algorithms.reset_rules import Finding, History, best_policy, decide
 from nemo_prorl.algorithms.schedule import emptying
@@ -26,7 +26,7 @@ from nemo_prorl.lifecycle.summary import standard_errors
 from nemo_prorl.lifecycle.validation import Validation
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.rollout.rollouts import Rollouts
-from nemo_prorl.schema import JsonOf
+from nemo_prorl.schema import Count, JsonOf
 
 if TYPE_CHECKING:
     from nemo_prorl.lifecycle.checkpoints import Checkpoints
@@ -34,6 +34,19 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 FindingJson = Annotated[dict[str, Any], JsonOf(Finding)]
+
+
+class TrialState(TypedDict):
+    """A trial of a hard reset; `lifecycle.trials` makes it."""
+
+    step: Count
+    """step after which both arms begin"""
+    reason: str
+    """why a reset was asked for"""
+    steps: Count
+    """steps of each arm"""
+    arm: Literal["none", "reset", "over"]
+    """the arm that trains: without the reset, with it; over: the trial is decided"""
 
 
 class ResetsState(TypedDict):
@@ -45,6 +58,8 @@ class ResetsState(TypedDict):
     """true: the policy should equal its reference; the next step must measure a KL of about 0"""
     found: list[FindingJson]
     """findings of the rules for hard resets"""
+    trial: NotRequired[TrialState | None]
+    """the last trial of a hard reset (trainer.resets.mode=trial)"""
 
 
 @dataclass(eq=False, repr=False)
@@ -65,6 +80,7 @@ class Resets:
     findings: list[FindingJson] = field(default_factory=list)  # so far; a resume rebuilds the history with them
     fresh: bool = True  # the policy should equal its reference now, as at the start of a run
     stop: str | None = None  # the finding that stops the run after this step
+    trial: TrialState | None = None  # the last one
 
     def __post_init__(self) -> None:
         self.history = self.leader.only(History)
@@ -78,6 +94,11 @@ class Resets:
     def emptied(self) -> list[int]:
         """Return those of `steps` after which the optimizer was reset."""
         return emptying(self.config, self.done)
+
+    @property
+    def goes_back_to(self) -> list[int]:
+        """Return the step whose checkpoint a running trial needs for its second arm."""
+        return [self.trial["step"]] if self.trial is not None and self.trial["arm"] == "none" else []
 
     def _empties(self, rolled_back: bool) -> bool:
         return self.config.parts != "reference" or rolled_back  # the moments belong to other weights
@@ -97,7 +118,7 @@ class Resets:
             return "at_steps"
         if self.config.every is not None and metrics.step % self.config.every == 0:
             return "every"
-        return asking if self.config.mode == "auto" else None
+        return asking if self.config.mode in ("auto", "trial") else None
 
     def _observe(self, history: History, line: Mapping[str, Any], scores: HeldOutScores | None) -> list[Finding]:
         history.add(line, standard_errors(scores))
@@ -198,7 +219,7 @@ class Resets:
     # --- in a checkpoint -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> ResetsState:
-        return {"done": self.done, "fresh": self.fresh, "found": self.findings}
+        return {"done": self.done, "fresh": self.fresh, "found": self.findings, "trial": self.trial}
 
     def load_state_dict(self, state: ResetsState) -> None:
         """Load the resets, and rebuild the metrics history that the rules need.
@@ -208,6 +229,8 @@ class Resets:
         self.done = list(state["done"])
         self.fresh = bool(state["fresh"])
         self.findings = list(state["found"])
+        self.trial = state.get("trial")  # absent in checkpoints of earlier commits
+        self.history = self.leader.only(History)
         self.history.run_on_leader(self._recall)
 
     def _recall(self, history: History) -> None:

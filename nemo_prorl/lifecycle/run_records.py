@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 import nemo_prorl
 from nemo_prorl.config import Config
 from nemo_prorl.files import json_lines, read_objects, write_json
-from nemo_prorl.lifecycle.journal_events import HeldOutScores, Reset
+from nemo_prorl.lifecycle.journal_events import HeldOutScores, Reset, standing
 from nemo_prorl.lifecycle.summary import summary
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.schema import Amount, Count
@@ -215,14 +215,9 @@ class Journal:
         return read_objects(self.path)
 
     def resets(self) -> dict[int, Reset]:
-        """Return the hard resets by step.  What came after a step from which the run was resumed does not count."""
-        found: dict[int, Reset] = {}
-        for event in self.events():
-            if event["event"] == "resume":
-                found = {step: reset for step, reset in found.items() if step <= event["step"]}
-            elif event["event"] == "reset_commit":
-                found[event["step"]] = {key: event[key] for key in Reset.__annotations__ if key in event}  # type: ignore[assignment]
-        return found
+        """Return the hard resets by step, except those that a resume or a lost trial discarded."""
+        made = [event for event in standing(self.events()) if event["event"] == "reset_commit"]
+        return {e["step"]: {key: e[key] for key in Reset.__annotations__ if key in e} for e in made}  # type: ignore[misc]
 
 
 def write_rollouts(

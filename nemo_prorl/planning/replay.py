@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from nemo_prorl.algorithms.reset_rules import Finding, replay
 from nemo_prorl.config import ResetRulesConfig
 from nemo_prorl.errors import ConfigError, DataError
+from nemo_prorl.lifecycle.journal_events import standing
 from nemo_prorl.lifecycle.run_records import Journal
 from nemo_prorl.lifecycle.summary import standard_errors
 from nemo_prorl.planning.columns import columns
@@ -110,11 +111,8 @@ def read_journal(folder: Path) -> tuple[dict[int, Mapping[str, float]], set[int]
     """
     errors: dict[int, Mapping[str, float]] = {}
     resets: set[int] = set()
-    for event in Journal(folder).events():
-        if event["event"] == "resume":  # what came after the resumed step was discarded with it
-            resets = {step for step in resets if step <= event["step"]}
-            errors = {step: error for step, error in errors.items() if step <= event["step"]}
-        elif event["event"] == "validation":
+    for event in standing(Journal(folder).events()):
+        if event["event"] == "validation":
             errors[event["step"]] = standard_errors(event)
         elif event["event"] == "reset_commit":
             resets.add(event["step"])

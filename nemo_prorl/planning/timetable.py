@@ -17,6 +17,7 @@ _MODES = {
     "advise": "rules only alarm",
     "auto": "rules may make more",
     "stop": "rules may stop the run",
+    "trial": "each of these, and each that rules ask for, is kept only if it wins its trial",
 }
 
 
@@ -48,7 +49,7 @@ def _resets(resets: DictConfig, done: Sequence[int], planned: Sequence[int], ste
         texts.append(f"one after the last step, {steps}, without effect in this run")
     if done:
         texts.append(f"{len(done)} made so far, after {_listed(done)}")
-    asks = f" ({', '.join(can_ask) or 'none can'})" if resets.mode in ("auto", "stop") else ""
+    asks = f" ({', '.join(can_ask) or 'none can'})" if resets.mode in ("auto", "stop", "trial") else ""
     texts.append(f"mode {resets.mode}, {_MODES[resets.mode]}{asks}")
     texts.append(f"of {'reference and optimizer' if resets.parts == 'both' else resets.parts}")
     if resets.roll_back:

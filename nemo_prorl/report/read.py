@@ -16,6 +16,7 @@ import yaml
 
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.files import first_line
+from nemo_prorl.lifecycle.journal_events import standing
 from nemo_prorl.lifecycle.stages import last_end
 
 _SIGNS = ("config.yaml", "metrics.jsonl", "journal.jsonl")  # any of them makes a folder a run directory
@@ -56,16 +57,9 @@ class RunRecord:
         return None if end is None else dict(end)
 
     def counted(self, kind: str) -> list[dict[str, Any]]:
-        """Return the events of one kind that have a step, except events of steps that a resume discarded."""
-        found: list[dict[str, Any]] = []
-        for event in self.events:
-            if (step := step_of(event)) is None:
-                continue
-            if event["event"] == "resume":
-                found = [one for one in found if one["step"] <= step]
-            elif event["event"] == kind:
-                found.append(event)
-        return found
+        """Return the events of one kind that have a step, except those that a resume or a lost trial discarded."""
+        events = [event for event in self.events if step_of(event) is not None]
+        return [dict(event) for event in standing(events) if event["event"] == kind]
 
 
 @dataclass(frozen=True)

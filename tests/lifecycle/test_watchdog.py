@@ -160,7 +160,8 @@ def test_the_trainer_watches_a_step_without_what_follows(tmp_path: Path) -> None
     rollouts: Any = SimpleNamespace(await_next=lambda metrics: None)
     traces: Any = SimpleNamespace(step=lambda step: nullcontext())
     dog = watchdog(tmp_path, alarms)
-    Steps(cfg, no, progress, rollouts, no, no, no, no, no, no, no, no, traces, dog, no, no).train()
+    trials: Any = SimpleNamespace(turn=lambda step: None)
+    Steps(cfg, no, progress, rollouts, no, no, trials, no, no, no, no, no, no, traces, dog, no, no).train()
     assert [step for step, _ in alarms] == [4]
 
 
@@ -180,13 +181,15 @@ def test_the_trainer_watches_what_follows_a_step(reset: str | None, kinds: list[
         return nullcontext()
 
     no: Any = None
-    due: Any = SimpleNamespace(due=lambda step: True, save=lambda step: None)
+    due: Any = SimpleNamespace(due=lambda step: True, save=lambda step, wait: None)
     resets: Any = SimpleNamespace(due=lambda metrics: reset, perform=lambda *given: None, stop=None)
     control: Any = SimpleNamespace(pending=lambda step: [], serve=lambda *given: None)
     records: Any = SimpleNamespace(log=lambda metrics: None)
     dog: Any = SimpleNamespace(watch=watch)
     progress = TrainerState(step=1)
-    trainer = Finished(Config(), no, progress, no, due, resets, due, control, records, no, no, no, no, dog, no, no)
+    trials: Any = SimpleNamespace(on=False, begin=lambda *given: False, end_by_request=lambda step: None)
+    parts = (no, due, resets, trials, due, control, records, no, no, no, no, dog, no, no)
+    trainer = Finished(Config(), no, progress, *parts)
     trainer.finish_step(Metrics(1, "none"))
     assert seen == kinds
 

@@ -37,10 +37,8 @@ from nemo_prorl.migration.converted import (
     tell_token_weights,
     tell_unused,
 )
-from nemo_prorl.migration.files import BASE, TABLE_BASE
-from nemo_prorl.migration.names import table
+from nemo_prorl.migration.nemo_rl import nemo_rl
 from nemo_prorl.migration.schedules import (
-    nemo_rl_schedule,
     openrlhf_schedule,
     verl_schedule,
 )
@@ -223,148 +221,6 @@ def _verl_rewards(made: Converted) -> None:
         )
 
 
-def _nemo_rl(made: Converted) -> None:
-    take = made.take
-    for base in take(BASE, []):
-        if str(base).endswith(TABLE_BASE):
-            made.notes.append(f"defaults={base} is not beside the file: {table('nemo_rl')['source']} takes its place")
-        else:
-            made.unknown[f"{BASE}={base}"] = "this file is missing: put it where the name says, and convert again"
-    _nemo_rl_optimizer(made)
-    set_clip(made, take("loss_fn.ratio_clip_min"), made.overrides.get(f"{GRPO}.clip_high"))
-    made.overrides[ENTROPY] = 0
-    made.overrides[AGGREGATION] = "token" if take("loss_fn.token_level_loss") else "sequence"
-    of_responses, is_cispo = take("loss_fn.sequence_level_importance_ratios"), take("loss_fn.use_cispo")
-    made.overrides[LOSS] = "gspo" if of_responses else "cispo" if is_cispo else "clip"
-    tell_cispo(made, "loss_fn.use_cispo")
-    _nemo_rl_advantage(made)
-    whole = take("policy.train_global_batch_size")
-    if whole is not None:
-        set_updates(made, whole, "train_global_batch_size")
-    _nemo_rl_correction(made)
-    batches, multiplier = take("grpo.dynamic_sampling_max_gen_batches"), take("grpo.batch_multiplier")
-    set_draws(made, (batches or 0) * (multiplier or 1))
-    if made.overrides.get(f"{SAMPLING}.enabled") and PROMPTS in made.overrides:
-        made.drawn = made.overrides[PROMPTS] * (multiplier or 1)
-    _nemo_rl_shaping(made)
-    _nemo_rl_kl(made)
-    if str(take("policy.precision")) == "bfloat16":
-        set_bf16(made)
-    if made.rest.get("logger.wandb_enabled"):
-        set_wandb(made, take("logger.wandb.project"))
-    tell_data(made, *[key for key in made.rest if key.endswith((".dataset_name", ".data_path"))])
-
-
-def _nemo_rl_kl(made: Converted) -> None:
-    key, coefficient, estimator = "loss_fn.use_kl_in_reward", made.overrides.get(KL), made.overrides.get(ESTIMATOR)
-    in_rewards = made.rest.get(key) is True and made.take(key)
-    if in_rewards and made.overrides.get(ADVANTAGE) == "reinforce_pp_baseline":
-        set_kl_of_rewards(made, key, coefficient, str(estimator), is_scaled=True, is_summed=False)
-    elif in_rewards and coefficient:  # grpo's advantages leave it out
-        made.overrides[KL] = 0
-        made.differs.append(f"{key}: only adv_estimator.name=reinforce_plus_plus subtracts the KL there: {KL}=0 is set")
-    elif coefficient:
-        made.differs.append(
-            "reference_policy_kl_penalty: the gradient of the KL term also weighs tokens by their probability there"
-            " (arXiv 2506.09477)"
-        )
-
-
-def _nemo_rl_correction(made: Converted) -> None:
-    take = made.take
-    method, key = take("loss_fn.truncated_importance_sampling_type"), "truncated_importance_sampling_type"
-    ratio = "loss_fn.truncated_importance_sampling_ratio"
-    cap, floor = take(ratio), take(f"{ratio}_min")
-    corrects = take("loss_fn.use_importance_sampling_correction")
-    set_correction(made, f"{key}={method}", str(method or "tis") if corrects else "none", floor, cap)
-    if corrects and made.overrides[LOSS] == "gspo":
-        made.differs.append(
-            f"{key}={method}: with sequence_level_importance_ratios the ratio is the product over the response there"
-        )
-
-
-def _nemo_rl_shaping(made: Converted) -> None:
-    lengths = "overlong_buffer_length", "overlong_buffer_penalty", "max_response_length"
-    keys = "enabled", *lengths, "stop_properly_penalty_coef"
-    shaping = {key: made.take(f"grpo.reward_shaping.{key}") for key in keys}
-    if shaping["enabled"]:
-        factor = shaping["stop_properly_penalty_coef"]
-        if factor is not None:  # NeMo-RL then leaves the other penalty out
-            made.overrides[f"{GRPO}.unfinished_factor"] = factor
-        else:
-            made.overrides[f"{GRPO}.shaping.overlong_tokens"] = shaping["overlong_buffer_length"]
-            made.overrides[f"{GRPO}.shaping.overlong_penalty"] = shaping["overlong_buffer_penalty"]
-            if shaping["max_response_length"] not in (None, made.overrides.get(RESPONSE)):
-                made.differs.append(
-                    f"grpo.reward_shaping.max_response_length={shaping['max_response_length']}: the penalty ends there;"
-                    " here it ends at the longest response"
-                )
-
-
-_ADAMW = (".lr", ".weight_decay", ".betas", ".eps", ".foreach", ".fused", ".amsgrad")  # arguments of the optimizer
-
-
-def _nemo_rl_optimizer(made: Converted) -> None:
-    """Set the optimizer from the keys of the back end that is on, and drop those of the other one."""
-    has_megatron = made.take("policy.megatron_cfg.enabled")
-    on, off = "policy.megatron_cfg", "policy.dtensor_cfg"
-    prefix = f"{on}.optimizer" if has_megatron else "policy.optimizer.kwargs"
-    own = [key for key in made.rest if key.startswith(f"{prefix}.")]
-    found = {key.rsplit(".", 1)[-1]: made.take(key) for key in own if has_megatron or key.endswith(_ADAMW)}
-    for key in [key for key in own if key in made.rest]:
-        made.misspelt[f"{key}={made.take(key)}"] = "AdamW has lr, weight_decay, betas and eps"
-    if not has_megatron and (size := made.take(f"{off}.tensor_parallel_size")) is not None:
-        made.overrides |= {"model.tensor_model_parallel_size": size, "model.pipeline_model_parallel_size": 1}
-    if made.take(f"{on if has_megatron else off}.activation_checkpointing"):
-        made.notes.append("activation_checkpointing: add +model.activations_checkpoint_granularity=full")
-    names = {"model.optim.lr": "lr", "model.optim.weight_decay": "weight_decay", "model.optim.betas": "betas"}
-    if has_megatron:
-        found["betas"] = [found.get("adam_beta1"), found.get("adam_beta2")]
-    names["model.optim.eps"] = "adam_eps" if has_megatron else "eps"
-    if has_megatron:
-        names["trainer.gradient_clip_val"] = "clip_grad"
-        decay = made.take(f"{on}.scheduler.end_weight_decay")  # Megatron's schedule sets it
-        found |= {"weight_decay": decay} if isinstance(decay, int | float) else {}
-        if (kind := found.get("optimizer", "adam")) != "adam":
-            made.differs.append(f"{prefix}.optimizer={kind}: the optimizer is AdamW here")
-    made.overrides |= {ours: found[theirs] for ours, theirs in names.items() if theirs in found}
-    nemo_rl_schedule(made, has_megatron, found.get("min_lr"))
-    unused = (off, "policy.optimizer", "policy.scheduler") if has_megatron else (on,)
-    for key in ("lr", "weight_decay"):
-        other = f"policy.optimizer.kwargs.{key}" if has_megatron else f"{on}.optimizer.{key}"
-        if other in made.given and made.rest.get(other) not in (None, found.get(key)):
-            made.notes.append(
-                f"{other}={made.rest[other]} has no effect there, because {on}.enabled={str(has_megatron).lower()}"
-            )
-    made.rest = {key: value for key, value in made.rest.items() if not key.startswith(unused)}
-
-
-def _nemo_rl_advantage(made: Converted) -> None:
-    take, own = made.take, "grpo.adv_estimator"
-    kind, minus_baseline = take(f"{own}.name"), take(f"{own}.minus_baseline")
-    options = {}
-    for key in ("normalize_rewards", "use_leave_one_out_baseline"):
-        general, special = take(f"grpo.{key}"), take(f"{own}.{key}")
-        options[key] = general if special is None else special
-    normalizes, leaves_one_out = options.values()
-    if kind == "reinforce_plus_plus" and minus_baseline:
-        made.overrides[ADVANTAGE] = "reinforce_pp_baseline"
-        tell_token_weights(made, f"{own}.name={kind}")
-    elif kind != "grpo":
-        made.choose(ADVANTAGE, f"{own}.name", kind, {}, "reinforce_pp_baseline")
-    elif normalizes:
-        made.overrides[ADVANTAGE] = "group_norm"
-        if leaves_one_out:
-            made.differs.append(
-                "use_leave_one_out_baseline with normalize_rewards: mean and std are those of the other responses"
-                " there, those of the whole group here"
-            )
-    elif leaves_one_out:
-        made.overrides[ADVANTAGE] = "leave_one_out"
-    else:
-        made.overrides[ADVANTAGE] = "mean_only"
-
-
 def _openrlhf(made: Converted) -> None:
     take = made.take
     both, pair = take("actor.eps_clip"), take("actor.eps_clip_low_high")
@@ -442,6 +298,6 @@ def _openrlhf_correction(made: Converted) -> None:
 RULES: dict[str, Callable[[Converted], None]] = {
     "trl": trl,
     "verl": _verl,
-    "nemo_rl": _nemo_rl,
+    "nemo_rl": nemo_rl,
     "openrlhf": _openrlhf,
 }

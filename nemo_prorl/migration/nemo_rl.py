@@ -11,6 +11,7 @@ from nemo_prorl.migration.converted import (
     PROMPTS,
     RESPONSE,
     SAMPLING,
+    VALIDATE_EVERY,
     Converted,
     set_bf16,
     set_clip,
@@ -18,23 +19,24 @@ from nemo_prorl.migration.converted import (
     set_draws,
     set_kl_of_rewards,
     set_updates,
+    set_validation,
     set_wandb,
     tell_cispo,
     tell_data,
+    tell_layout,
     tell_token_weights,
 )
-from nemo_prorl.migration.files import BASE, TABLE_BASE
+from nemo_prorl.migration.files import BASE
 from nemo_prorl.migration.names import table
 from nemo_prorl.migration.schedules import nemo_rl_schedule
+
+_DATA = ".dataset_name", ".data_path", ".prompt_file", ".system_prompt_file"
 
 
 def nemo_rl(made: Converted) -> None:
     take = made.take
     for base in take(BASE, []):
-        if str(base).endswith(TABLE_BASE):
-            made.notes.append(f"defaults={base} is not beside the file: {table('nemo_rl')['source']} takes its place")
-        else:
-            made.unknown[f"{BASE}={base}"] = "this file is missing: put it where the name says, and convert again"
+        made.notes.append(f"{BASE}={base} is not beside the file: {table('nemo_rl')['source']} takes its place")
     _nemo_rl_optimizer(made)
     set_clip(made, take("loss_fn.ratio_clip_min"), made.overrides.get(f"{GRPO}.clip_high"))
     made.overrides[ENTROPY] = 0
@@ -51,13 +53,20 @@ def nemo_rl(made: Converted) -> None:
     set_draws(made, (batches or 0) * (multiplier or 1))
     if made.overrides.get(f"{SAMPLING}.enabled") and PROMPTS in made.overrides:
         made.drawn = made.overrides[PROMPTS] * (multiplier or 1)
-    _nemo_rl_shaping(made)
+    _nemo_rl_shaping(made, _nemo_rl_scale(made))
     _nemo_rl_kl(made)
+    _nemo_rl_async(made)
+    if take("checkpointing.enabled") is False:
+        every = f"{GRPO}.checkpoint_every"
+        made.overrides.pop(every, None)
+        made.notes.append(f"checkpointing.enabled=false means never; here {every} keeps its own value")
+    if VALIDATE_EVERY in made.overrides:
+        set_validation(made, 1, made.overrides.get(f"{GRPO}.temperature"), made.rest.get("policy.generation.top_p", 1))
     if str(take("policy.precision")) == "bfloat16":
         set_bf16(made)
     if made.rest.get("logger.wandb_enabled"):
         set_wandb(made, take("logger.wandb.project"))
-    tell_data(made, *[key for key in made.rest if key.endswith((".dataset_name", ".data_path"))])
+    tell_data(made, *[key for key in made.rest if key.endswith(_DATA)])
 
 
 def _nemo_rl_kl(made: Converted) -> None:
@@ -88,7 +97,51 @@ def _nemo_rl_correction(made: Converted) -> None:
         )
 
 
-def _nemo_rl_shaping(made: Converted) -> None:
+def _nemo_rl_async(made: Converted) -> None:
+    """Leave generation ahead of the trainer to the user: it needs GPUs of its own."""
+    older, sampler = "grpo.async_grpo", "async_rl.sampler"
+    is_on, name = made.take(f"{older}.enabled"), made.take(f"{sampler}.name")
+    ages = f"{older}.max_trajectory_age_steps", f"{sampler}.max_staleness_versions", f"{sampler}.max_lookahead_versions"
+    given = {key: value for key in ages if (value := made.take(key)) is not None}
+    of_sampler = [value for key, value in given.items() if key.startswith(sampler)]
+    if (not is_on and name is None) or (name is not None and of_sampler == [0]):
+        made.needless += [f"{key}={value}" for key, value in given.items()]
+        return
+    key, value = (f"{older}.enabled", is_on) if is_on else (f"{sampler}.name", name)
+    told = "".join(f", {key}={value}" for key, value in given.items())
+    made.unknown["rollout.own_devices"] = (
+        f"{key}={value}{told}: rollout.own_devices=true generates one step ahead here, never more, on GPUs of its own:"
+        " choose trainer.devices and rollout.engines with it"
+    )
+
+
+def _nemo_rl_scale(made: Converted) -> float:
+    """Return the factor by which differences of rewards are larger there; tell what else it changes."""
+    key = "grpo.reward_scaling"
+    is_on = made.take(f"{key}.enabled")
+    source, target = ((made.take(f"{key}.{side}_min"), made.take(f"{key}.{side}_max")) for side in ("source", "target"))
+    if not is_on:
+        return 1.0
+    if not all(isinstance(bound, int | float) for bound in (*source, *target)):
+        made.unknown[f"{key}.enabled"] = (
+            f"rewards are scaled there, between bounds without a value here: {source}, {target}"
+        )
+        return 1.0
+    factor = (target[1] - target[0]) / (source[1] - source[0])
+    text = (
+        f"{key}.enabled=True: rewards from {source[0]:g} to {source[1]:g} become {target[0]:g} to {target[1]:g} there,"
+    )
+    if made.overrides[ADVANTAGE] in ("group_norm", "reinforce_pp_baseline"):
+        made.differs.append(f"{text} and stay here: a std divides the factor {factor:g} out of the advantages")
+    else:
+        made.unknown["rewards.functions.TASK"] = (
+            f"{text} and advantages without a std with them: let the reward function do it, or divide {KL} and"
+            f" trainer.gradient_clip_val by {factor:g}"
+        )
+    return factor
+
+
+def _nemo_rl_shaping(made: Converted, scale: float) -> None:
     lengths = "overlong_buffer_length", "overlong_buffer_penalty", "max_response_length"
     keys = "enabled", *lengths, "stop_properly_penalty_coef"
     shaping = {key: made.take(f"grpo.reward_shaping.{key}") for key in keys}
@@ -98,7 +151,13 @@ def _nemo_rl_shaping(made: Converted) -> None:
             made.overrides[f"{GRPO}.unfinished_factor"] = factor
         else:
             made.overrides[f"{GRPO}.shaping.overlong_tokens"] = shaping["overlong_buffer_length"]
-            made.overrides[f"{GRPO}.shaping.overlong_penalty"] = shaping["overlong_buffer_penalty"]
+            penalty = shaping["overlong_buffer_penalty"]
+            made.overrides[f"{GRPO}.shaping.overlong_penalty"] = penalty if penalty is None else penalty / scale
+            if scale != 1:
+                made.differs.append(
+                    f"grpo.reward_shaping.overlong_buffer_penalty={penalty}: divided by the factor {scale:g} of"
+                    " grpo.reward_scaling here"
+                )
             if shaping["max_response_length"] not in (None, made.overrides.get(RESPONSE)):
                 made.differs.append(
                     f"grpo.reward_shaping.max_response_length={shaping['max_response_length']}: the penalty ends there;"
@@ -116,10 +175,17 @@ def _nemo_rl_optimizer(made: Converted) -> None:
     prefix = f"{on}.optimizer" if has_megatron else "policy.optimizer.kwargs"
     own = [key for key in made.rest if key.startswith(f"{prefix}.")]
     found = {key.rsplit(".", 1)[-1]: made.take(key) for key in own if has_megatron or key.endswith(_ADAMW)}
+    is_adamw = made.rest.get("policy.optimizer.name", "torch.optim.AdamW") == "torch.optim.AdamW"
     for key in [key for key in own if key in made.rest]:
-        made.misspelt[f"{key}={made.take(key)}"] = "AdamW has lr, weight_decay, betas and eps"
+        if is_adamw:
+            made.misspelt[f"{key}={made.take(key)}"] = "AdamW has lr, weight_decay, betas and eps"
+        else:
+            made.left[key] = made.take(key)
     if not has_megatron and (size := made.take(f"{off}.tensor_parallel_size")) is not None:
         made.overrides |= {"model.tensor_model_parallel_size": size, "model.pipeline_model_parallel_size": 1}
+    parts = "context_parallel_size", "cpu_offload"
+    layout = {f"{on if has_megatron else off}.{key}" for key in parts} & made.rest.keys()
+    tell_layout(made, "" if has_megatron else "NeMo-RL's DTensor", {key: made.take(key) for key in sorted(layout)})
     if made.take(f"{on if has_megatron else off}.activation_checkpointing"):
         made.notes.append("activation_checkpointing: add +model.activations_checkpoint_granularity=full")
     names = {"model.optim.lr": "lr", "model.optim.weight_decay": "weight_decay", "model.optim.betas": "betas"}
@@ -156,7 +222,8 @@ def _nemo_rl_advantage(made: Converted) -> None:
         made.overrides[ADVANTAGE] = "reinforce_pp_baseline"
         tell_token_weights(made, f"{own}.name={kind}")
     elif kind != "grpo":
-        made.choose(ADVANTAGE, f"{own}.name", kind, {}, "reinforce_pp_baseline")
+        nearest = "group_norm" if kind == "gdpo" else "reinforce_pp_baseline"
+        made.choose(ADVANTAGE, f"{own}.name", kind, {}, nearest)
     elif normalizes:
         made.overrides[ADVANTAGE] = "group_norm"
         if leaves_one_out:

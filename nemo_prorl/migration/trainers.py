@@ -34,6 +34,7 @@ from nemo_prorl.migration.converted import (
     tell_constant,
     tell_data,
     tell_k1,
+    tell_layout,
     tell_token_weights,
     tell_unused,
 )
@@ -66,6 +67,8 @@ def _verl(made: Converted) -> None:
     _verl_sampling(made)
     _verl_correction(made)
     _verl_rewards(made)
+    set_validation(made, 1, 0, 1)  # the defaults of val_kwargs
+    _verl_layout(made, actor)
     _verl_loggers(made)
     if made.rest.get("actor_rollout_ref.rollout.name") == "vllm":
         made.needless.append(f"actor_rollout_ref.rollout.name={take('actor_rollout_ref.rollout.name')}")
@@ -80,7 +83,8 @@ def _verl_advantage(made: Converted) -> None:
     known |= {"grpo": "mean_only", "grpo_vectorized": "mean_only"} if by_std is False else {}
     if kind in known and "algorithm.gamma" in made.rest:  # only gae and reinforce_plus_plus discount
         tell_unused(made, {"algorithm.gamma": take("algorithm.gamma")}, f"with adv_estimator={kind}")
-    made.choose(ADVANTAGE, "algorithm.adv_estimator", kind, known, "group_norm")
+    nearest = "reinforce_pp_baseline" if kind == "reinforce_plus_plus" else "group_norm"
+    made.choose(ADVANTAGE, "algorithm.adv_estimator", kind, known, nearest)
     tell_token_weights(made, f"algorithm.adv_estimator={kind}")
 
 
@@ -91,8 +95,9 @@ def _verl_loss(made: Converted, actor: str) -> None:
     tell_cispo(made, f"policy_loss.loss_mode={kind}")
     if kind in ("gspo", "cispo"):
         made.overrides[DUAL_CLIP] = None  # clip_ratio_c has no effect there
-    if kind == "gspo" and mode != "seq-mean-token-mean":
-        made.notes.append(f"loss_agg_mode={mode} has no effect there with loss_mode=gspo, which averages responses")
+    if kind in ("gspo", "sapo", "geo_mean") and mode != "seq-mean-token-mean":
+        text = f"{actor}.loss_agg_mode={mode} has no effect there with loss_mode={kind}, which averages responses"
+        made.notes.append(text)
         mode = "seq-mean-token-mean"
     if mode == "token-mean":
         mode = _mean_of_micro_batches(made, actor)
@@ -106,6 +111,14 @@ def _verl_loss(made: Converted, actor: str) -> None:
         )
     else:
         tell_constant(made, "loss_agg_mode", mode, "data.max_response_length" if factor is None else str(factor))
+    if mode == "seq-mean-token-sum-norm":
+        size = made.overrides.get("model.micro_batch_size", "ppo_micro_batch_size_per_gpu")
+        varies = made.rest.get(f"{actor}.use_dynamic_bsz")
+        made.differs.append(
+            f"loss_agg_mode={mode}: the responses of a micro-batch are added there, not averaged, so the loss with its"
+            " KL term has one more factor: "
+            + ("a response's is their number, which use_dynamic_bsz changes" if varies else f"their number, {size}")
+        )
     if factor is not None and mode != "seq-mean-token-sum-norm":
         made.notes.append(f"loss_scale_factor={factor} has no effect there with loss_agg_mode={mode}")
 
@@ -129,10 +142,16 @@ def _verl_sampling(made: Converted) -> None:
     take = made.take
     tokens, penalty = take("overlong_buffer_cfg.len"), take("overlong_buffer_cfg.penalty_factor")
     if take("overlong_buffer_cfg.enable"):
-        made.overrides |= {f"{GRPO}.shaping.overlong_tokens": tokens, f"{GRPO}.shaping.overlong_penalty": penalty}
+        is_own = any("custom_reward_function" in key and key.endswith(".path") for key in made.rest)
+        share = penalty if is_own or penalty is None else penalty / 2
+        made.overrides |= {f"{GRPO}.shaping.overlong_tokens": tokens, f"{GRPO}.shaping.overlong_penalty": share}
         made.differs.append(
-            f"overlong_buffer_cfg.penalty_factor={penalty}: verl's DAPO rewards are 1 and -1, those here 1 and 0: half"
-            " of the penalty weighs the same"
+            f"overlong_buffer_cfg.penalty_factor={penalty}: "
+            + (
+                "the same is set; if the script's own rewards are not 1 and 0, divide it by their distance"
+                if is_own
+                else f"verl's DAPO rewards are 1 and -1, those here 1 and 0: half of it, {share}, weighs the same"
+            )
         )
     drawn, batches = take("data.gen_batch_size"), take("algorithm.filter_groups.max_num_gen_batches")
     made.drawn = drawn
@@ -156,6 +175,7 @@ def _verl_kl(made: Converted, actor: str) -> None:
     in_loss, coefficient, kind = take(f"{actor}.use_kl_loss"), take(of_loss), take(f"{actor}.kl_loss_type")
     in_rewards, other = take("algorithm.use_kl_in_reward"), take(of_rewards)
     estimators = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+    of_gradient = dict.fromkeys(("kl+", "k1+", "low_var_kl+", "k3+", "abs+"), "k2")  # +: it has the gradient of k2
     if not in_loss:
         tell_unused(made, {of_loss: coefficient}, f"without {actor}.use_kl_loss")
     if not in_rewards:
@@ -170,7 +190,7 @@ def _verl_kl(made: Converted, actor: str) -> None:
     if in_rewards:
         made.differs.append("algorithm.use_kl_in_reward beside use_kl_loss: only the term of the loss is set")
     made.overrides[KL] = coefficient if in_loss else 0
-    made.choose(ESTIMATOR, "kl_loss_type", kind, estimators, "k2")
+    made.choose(ESTIMATOR, "kl_loss_type", kind, estimators | of_gradient, "k2", is_near=not made.overrides[KL])
     tell_k1(made, f"kl_loss_type={kind}")
 
 
@@ -184,11 +204,49 @@ def _verl_correction(made: Converted) -> None:
             "rollout_is with gspo: a token's weight is for its own gradient there, for its response's here"
         )
     if mask is not None:
-        made.unknown[f"{CORRECTION}.kind"] = f"{prefix}_rs={mask}, {prefix}_rs_threshold={bounds}: see the methods here"
+        _verl_mask(made, f"{prefix}_rs={mask}, {prefix}_rs_threshold={bounds}", str(mask), bounds, kind)
     elif kind is None:
         set_correction(made, f"{prefix}_is", "none", None, None)
     else:
         set_correction(made, f"{prefix}_is={kind}", "tis" if kind == "token" else "sequence_tis", None, cap)
+
+
+def _verl_mask(made: Converted, told: str, mask: str, bounds: Any, weights: Any) -> None:
+    """Set the mask of responses whose mean ratio is out of bounds; leave others to the user, with what comes nearest.
+
+    Args:
+        mask: value of `rollout_rs`; `seq_mean_k1`, or `geometric` of verl 0.6, bounds the geometric mean of the ratios.
+        weights: value of `rollout_is`; None: a response that is kept has the weight 1, as here.
+    """
+    least = made.take("algorithm.rollout_correction.rollout_rs_threshold_lower")
+    parts = [float(part) for part in re.findall(r"[\d.]+(?:e-?\d+)?", str(bounds))]
+    nearest = {"seq_mean_k1": "sequence_mask", "geometric": "sequence_mask", "sequence": "sequence_mask"}
+    nearest |= {"seq_sum_k1": "sequence_mask", "token_k1": "icepop", "token": "icepop"}
+    kind = nearest.get(mask)
+    if kind is None or len(parts) not in (1, 2) or 0 in parts:
+        made.unknown[f"{CORRECTION}.kind"] = f"{told}: this mask has no counterpart; none leaves it out"
+        return
+    floor, cap = parts if len(parts) == 2 else (float(least or 1 / parts[0]), parts[0])
+    if mask.endswith("k1"):  # its ratio is the engine's probability by the trainer's
+        floor, cap = 1 / cap, 1 / floor
+    set_ = {f"{CORRECTION}.kind": kind, f"{CORRECTION}.cap": cap, f"{CORRECTION}.floor": floor}
+    if weights is None and mask in ("seq_mean_k1", "geometric"):
+        made.overrides |= set_
+        made.differs.append(f"{told}: the loss's mean leaves out a masked response there; here its tokens count as 0")
+        return
+    values = ", ".join(f"{key}={value if isinstance(value, str) else f'{value:g}'}" for key, value in set_.items())
+    also = "" if weights is None else f", without the weights of rollout_is={weights}"
+    made.unknown[f"{CORRECTION}.kind"] = f"{told} has no counterpart here; {values}{also} is what comes nearest"
+
+
+def _verl_layout(made: Converted, actor: str) -> None:
+    """Tell that the layout must be chosen; sizes of Megatron in the file are those here."""
+    ends = "fsdp_size", "param_offload", "optimizer_offload", "grad_offload", "sequence_parallel_size"
+    keys = [key for key in made.rest if key.startswith("actor_rollout_ref.")]
+    keys = [key for key in keys if key.endswith((*ends, "context_parallel_size"))]
+    has_megatron = "megatron" in str(made.rest.get(f"{actor}.strategy"))
+    has_megatron |= any(key.startswith(f"{actor}.megatron.") for key in made.given)
+    tell_layout(made, "" if has_megatron else "verl's FSDP", {key: made.take(key) for key in keys})
 
 
 def _verl_older_correction(made: Converted) -> tuple[Any, Any] | None:

@@ -177,12 +177,13 @@ def _function(place: str, key: str) -> tuple[Callable[..., Any], float]:
     if inspect.iscoroutinefunction(function):
         raise ConfigError(f"{key}: `async def {match['function']}` returns no number. Fix: def {match['function']}")
     try:
+        if "completions" in inspect.signature(function).parameters:  # a third parameter would take the truth
+            fix = "Fix: docs/howto/reward_function.md#a-reward-function-of-trl"
+            raise TypeError(f"`completions` is a parameter of a reward function of TRL. {fix}")
         inspect.signature(function).bind(*range(_PARAMETERS))
         weight = float(match["weight"] or 1.0)
     except TypeError as error:
-        of_trl = "completions" in inspect.signature(function).parameters
-        fix = ". Fix: docs/howto/reward_function.md#a-reward-function-of-trl" if of_trl else ""
-        raise ConfigError(f"{key}: expected a function of (prompt, response, truth): {error}{fix}") from error
+        raise ConfigError(f"{key}: expected a function of (prompt, response, truth): {error}") from error
     except ValueError as error:
         raise ConfigError(f"{key}: expected a number as weight; got {match['weight']}") from error
     return function, weight

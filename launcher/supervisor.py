@@ -244,7 +244,10 @@ class NodeSupervisor:
 
     @contextmanager
     def _forwarding_signals(self, services: Sequence[Child], ranks: Sequence[Child]) -> Iterator[None]:
-        """Let SIGTERM, SIGINT and SIGUSR1 stop the trainer after its step; a repeated signal kills all processes."""
+        """Let SIGTERM, SIGINT and SIGUSR1 stop the trainer after its step; a repeated signal kills all processes.
+
+        A trainer that starts handles no signals, so the first one ends it (`rank.train`).
+        """
 
         def forward(number: int, _: Any) -> None:
             if number in self._signals:
@@ -256,7 +259,7 @@ class NodeSupervisor:
             self._signals.append(number)
             name = signal.Signals(number).name
             by_slurm = " from srun or Slurm" if name == "SIGTERM" and self.place.nodes > 1 else ""
-            text = "received %s%s; the run stops after this step; a second signal kills its processes"
+            text = "received %s%s; the run stops after this step, or at once while it starts; a second signal kills it"
             _log.warning(text, name, by_slurm)
             for rank in ranks:
                 rank.signal(FORWARDED_AS[signal.Signals(number)])

@@ -18,6 +18,7 @@ from nemo_prorl.algorithms.schedule import begins_with_reset, emptying, fixed_re
 from nemo_prorl.config import ADVISING_RULES, RESET_RULES, ResetRulesConfig, SchedKeys
 from nemo_prorl.files import TEMPORARY
 from nemo_prorl.lifecycle.retention import newest_state, step_folder
+from nemo_prorl.rewards.functions import changed_code, code_of
 from nemo_prorl.sizing.memory import is_small
 
 # key: (least, most, source).  The sources are for language models; ours are wide ranges around them.
@@ -44,6 +45,9 @@ _CLIPS = {  # by trainer.grpo.loss; the other losses have no usual range
 }
 
 
+_LEAST_STEPS = {"kl_spike": LEAST_DIFFERENCES + 1 + 3}  # by rule; since the start or the last reset
+
+
 def cautions(cfg: DictConfig, old: DictConfig | None = None) -> Iterator[str]:
     """Yield a warning for each probable mistake in a checked configuration.
 
@@ -57,6 +61,7 @@ def cautions(cfg: DictConfig, old: DictConfig | None = None) -> Iterator[str]:
         )
     state = newest_state(Path(cfg.run_dir))
     done = state.get("resets", {}).get("done", [])
+    yield from _changed_functions(cfg, state)
     yield from _resets(cfg)
     yield from _useless_resets(cfg, state.get("step", 0), [reset["step"] for reset in done])
     yield from _blind_roll_backs(cfg, state.get("step", 0), [reset["step"] for reset in done])
@@ -65,6 +70,16 @@ def cautions(cfg: DictConfig, old: DictConfig | None = None) -> Iterator[str]:
     if old is not None and state:
         yield from _other_rate(cfg, old, state["step"], done)
     yield from _unusual(cfg)
+
+
+def _changed_functions(cfg: DictConfig, state: dict[str, Any]) -> Iterator[str]:
+    """Find functions of the user whose code has changed since the checkpoint with this state; {}: there is none."""
+    for file in changed_code(state.get("functions", {}), code_of(cfg)) if state else ():
+        saved = step_folder(Path(cfg.run_dir) / "checkpoints", state["step"])
+        yield (
+            f"{file} was changed after {saved.name}: later steps of this run follow another rule. Fix: undo the change,"
+            f" or another run with it: run_dir=NEW chain.start_from={saved}"
+        )
 
 
 # What a start that failed, `prorl probe` or `prorl control` may leave where no config.yaml was written.
@@ -135,7 +150,7 @@ def _useless_resets(cfg: DictConfig, made: int, done: list[int]) -> Iterator[str
 
 
 def _blind_roll_backs(cfg: DictConfig, made: int, done: list[int]) -> Iterator[str]:
-    """Find fixed resets that can only go back to the weights of the reset before, because nothing was validated since.
+    """Find resets that can only go back to the weights of the reset before, because nothing was validated since.
 
     Args:
         made, done: as in `_useless_resets`.
@@ -150,6 +165,20 @@ def _blind_roll_backs(cfg: DictConfig, made: int, done: list[int]) -> Iterator[s
             f" before, or the start, and the reset after {_listed([f'{step}' for step in blind])}: each goes back to"
             " where these steps began, and undoes what they trained. Fix:"
             f" trainer.grpo.validate_every={min(ways.values())} or less"
+        )
+    # The other two rules wait for validations since the last reset.
+    pause = resets.rules.cooldown_steps
+    sudden = {
+        r: max(pause, _LEAST_STEPS.get(r, 1)) for r in resets.rules.asks if r not in ("validation_drop", "plateau")
+    }
+    sudden = {rule: way for rule, way in sudden.items() if way < every and never_asks(cfg, rule) is None}
+    if resets.roll_back and resets.mode == "auto" and cfg.data.validation and sudden:
+        way = min(sudden.values())
+        yield (
+            f"trainer.resets.roll_back=true with {_listed([*sudden])} in trainer.resets.rules.asks: a reset may come"
+            f" {way} steps after the one before, without a validation between them"
+            f" (trainer.grpo.validate_every={every}); it goes back to where these steps began, and undoes what they"
+            f" trained. Fix: trainer.grpo.validate_every={way} or less, or trainer.resets.rules.cooldown_steps={every}"
         )
 
 
@@ -314,7 +343,7 @@ def never_asks(cfg: DictConfig, rule: str) -> str | None:
     limit = f"trainer.grpo.max_steps={grpo.max_steps}"
     scores = -(-grpo.max_steps // grpo.validate_every) if cfg.data.validation else 0
     wanted = {"validation_drop": rules.drop_confirm + LEAST_BASELINE, "plateau": LEAST_BASELINE}.get(rule, 0)
-    steps = {"plateau": rules.plateau_steps, "kl_spike": LEAST_DIFFERENCES + 1 + 3}.get(rule, 0)
+    steps = {"plateau": rules.plateau_steps, **_LEAST_STEPS}.get(rule, 0)
     if wanted and not cfg.data.validation:
         return "data.validation is empty"
     if rules.cooldown_steps > grpo.max_steps:

@@ -320,12 +320,13 @@ def read(run_dir: Path) -> Config:
 def train(cfg: Config, run_dir: Path, only_warmup: bool) -> None:
     """Run a rank from its start to its end.  Raises StoppedCleanly after a stop request."""
     stopping = Stopping(cfg.trainer.deadlines)
-    for sig in FORWARDED_AS.values():
-        signal.signal(sig, stopping.on_signal)
     policy = Policy(cfg, run_dir)
     if only_warmup:
         return
     trainer = build(cfg, run_dir, policy, stopping)
+    # Until here a signal ends the process: nothing is lost, and a warm-up or a wait for engines may take long.
+    for sig in FORWARDED_AS.values():
+        signal.signal(sig, stopping.on_signal)
     try:
         begin(trainer, run_dir)
         gc.collect()

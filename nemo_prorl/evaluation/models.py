@@ -81,7 +81,7 @@ def open_model(path: Path, out: Path, which: str) -> Model:
     from nemo_prorl.policy.weights import HFFolder, sha256_of  # torch is slow to import
 
     kind, found = find(path, which)
-    folder = found if kind == "hf" else _exported(found, out / "model")
+    folder = found if kind == "hf" else exported(found, out / "model")
     weights = sha256_of(HFFolder(folder).tensors())
     about: ModelJson = {"name": path.resolve().name, "kind": kind, "sha256": _identity(folder, weights)}
     about |= {"folder": str(path.resolve()), "weights_sha256": weights}
@@ -95,7 +95,7 @@ def remove_export(out: Path) -> None:
     shutil.rmtree(out / "model", ignore_errors=True)
 
 
-def _exported(checkpoint: Path, into: Path) -> Path:
+def exported(checkpoint: Path, into: Path) -> Path:
     """Export the checkpoint into a folder under `into`, or reuse a complete export of the same checkpoint."""
     state = (checkpoint / "state.json").read_bytes()
     folder = into / f"{checkpoint.name}-{hashlib.sha256(state).hexdigest()[:12]}"

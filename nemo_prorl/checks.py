@@ -5,7 +5,6 @@ checks read the files that the configuration names, and import OmegaConf and the
 """
 
 import difflib
-import json
 import math
 import operator
 import shlex
@@ -19,7 +18,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl.config import ADVISING_RULES, RESET_RULES, ConfigKey, SchedKeys, all_keys, num_data_ranks
-from nemo_prorl.data.hf_config import model_keys
+from nemo_prorl.data.hf_config import missing_weights, model_keys, read_config
 from nemo_prorl.data.prepared import GENERATORS, reasoning_gym_names
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.own_functions import check_place, is_place
@@ -406,15 +405,12 @@ def pretrained_config(cfg: DictConfig, need_weights: bool) -> dict[str, Any]:
         raise _wrong(cfg, key, f"{reason}; {folder.absolute()} does not exist")
     if not (folder / "config.json").is_file():
         raise _wrong(cfg, key, "expected a Hugging Face model folder; got a folder without config.json")
-    if need_weights and not any(folder.glob("*.safetensors")):
-        raise _wrong(cfg, key, "expected *.safetensors files; got a model folder without weights")
+    if need_weights and (fault := missing_weights(folder)):
+        raise ConfigError(f"{key}={fault}")
     try:
-        hf = json.loads((folder / "config.json").read_text())
-    except ValueError as error:
-        raise _wrong(cfg, key, f"its config.json is not JSON: {error}") from error
-    if not isinstance(hf, dict):
-        raise _wrong(cfg, key, f"its config.json: expected a JSON object; got {type(hf).__name__}")
-    return hf
+        return read_config(folder)
+    except ConfigError as error:
+        raise _wrong(cfg, key, str(error)) from error
 
 
 def check_shape(model: DictConfig, hf: dict[str, Any], source: str) -> None:

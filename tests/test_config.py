@@ -390,7 +390,11 @@ class TestModelFolder:
 
     def test_without_weights(self, model_folder: Path) -> None:
         (model_folder / "model.safetensors").unlink()
-        assert "a model folder without weights" in self.message(model_folder)
+        told = self.message(model_folder)
+        assert f"={model_folder}: no weights (*.safetensors). Fix: copy the model's model.safetensors, or all" in told
+        assert f"hf download NAME --include '*.safetensors' --local-dir {model_folder}" in told
+        (model_folder / "pytorch_model.bin").touch()
+        assert "Fix: convert pytorch_model.bin with transformers: python -c" in self.message(model_folder)
         plan = settings.load(["cluster=h100_4x8", f"pretrained_checkpoint.restore_from_path={model_folder}"])
         assert [warns for error, warns in start_faults(plan) if "no weights" in str(error)] == [True]
 
@@ -399,8 +403,11 @@ class TestModelFolder:
         assert "config.json" in self.message(model_folder)
 
     def test_with_a_broken_config(self, model_folder: Path) -> None:
-        (model_folder / "config.json").write_text("{")
-        assert "not JSON" in self.message(model_folder)
+        (model_folder / "config.json").write_text('{\n"hidden_size": 1\n"x": 2}')
+        assert f"{model_folder}/config.json:3: expected JSON: " in self.message(model_folder)
+        assert "Fix: repair it, or copy the model's file again" in self.message(model_folder)
+        (model_folder / "config.json").write_text("[]")
+        assert "config.json: expected a JSON object; got list. Fix: " in self.message(model_folder)
 
     @pytest.mark.parametrize(
         ("said", "named"),

@@ -28,12 +28,13 @@ _log = logging.getLogger(__name__)
 def import_hf(hf_dir: Path, out: Path) -> None:
     """Write a Hugging Face model as a checkpoint to the new folder `out`.
 
-    Raises ConfigError: `hf_dir` is not a model folder, lacks weights or holds an unsupported model, or `out` exists.
+    Raises ConfigError: `hf_dir` is not a model folder, lacks weights or tokenizer or holds an unsupported model, or
+    `out` exists.
     """
     _refuse_existing(out)
     folder = HFFolder(hf_dir)
     if fault := tokenizer_fault(folder.path) or vocabulary_fault(folder.path):
-        _log.warning("a run would refuse %s", fault)
+        raise ConfigError(fault)  # a run would refuse it
     with new_folder(out) as temporary:
         write_policy(temporary, folder, dtype_of(folder.config))
         copy_without_weights(folder.path, temporary / "hf")

@@ -26,6 +26,7 @@ from nemo_prorl.rollout.engine.vllm_internals import CPU_HEAD_SIZES
 from nemo_prorl.sizing.devices import devices_words, node_devices
 from nemo_prorl.sizing.memory import device_bytes
 from nemo_prorl.sizing.memory_check import check_memory
+from nemo_prorl.value_types import shown
 
 Fault = tuple[str, str]  # a key, and what is expected of its value
 
@@ -66,7 +67,7 @@ _HINTS = {
 
 
 def _wrong(cfg: DictConfig, key: str, reason: str) -> ConfigError:
-    return ConfigError(f"{key}={OmegaConf.select(cfg, key)}: {reason}")
+    return ConfigError(f"{key}={shown(OmegaConf.select(cfg, key))}: {reason}")
 
 
 def _ranges(cfg: DictConfig) -> Iterator[Fault]:
@@ -246,7 +247,7 @@ def _kernels(cfg: DictConfig) -> Iterator[Fault]:
     precision, o2 = cfg.trainer.precision, bool(model.get("megatron_amp_O2"))
     if o2 != (half := str(precision).startswith("bf16")):
         meaning = "otherwise the model stays float32" if half else "true means bf16 weights with float32 master weights"
-        yield "model.megatron_amp_O2", f"expected {half} if trainer.precision={precision}; {meaning}"
+        yield "model.megatron_amp_O2", f"expected {shown(half)} if trainer.precision={precision}; {meaning}"
     if model.get("packed_sequences") and not (te or model.get("apply_rope_fusion")):
         fix = "Fix: set one of them, or model.packed_sequences=false"
         yield "model.packed_sequences", f"needs model.transformer_engine=true or model.apply_rope_fusion=true. {fix}"

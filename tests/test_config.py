@@ -173,12 +173,12 @@ WRONG: list[tuple[list[str], list[str]]] = [
     (["model.micro_batch_tokens=64"], ["context_tokens=128", "Fix: model.micro_batch_tokens=128, or null"]),
     (["trainer.grpo.kl_coef=big"], ["trainer.grpo.kl_coef=big", "a number"]),
     (["deterministic=maybe"], ["deterministic=maybe", "true or false"]),
-    (["seed=null"], ["seed", "a whole number"]),
+    (["seed=null"], ["seed=null: expected a whole number"]),
     (["trainer.resets.at_steps=3"], ["trainer.resets.at_steps=3", "a list"]),
     (["trainer.grpo=5"], ["trainer.grpo=5", "a mapping"]),
     (["model.optim.lr=abc"], ["model.optim.lr=abc", "a finite number"]),
     (["model.num_layers=2.5"], ["model.num_layers=2.5", "a whole number"]),
-    (["model.num_layers=null"], ["model.num_layers", "a whole number"]),
+    (["model.num_layers=null"], ["model.num_layers=null: expected a whole number"]),
     (["model.sequence_parallel=1"], ["model.sequence_parallel=1", "true or false"]),
     (["trainer.grpo.max_steps=0"], ["trainer.grpo.max_steps=0", "at least 1"]),
     (["trainer.grpo.temperature=0"], ["trainer.grpo.temperature=0", "above 0"]),
@@ -195,8 +195,8 @@ WRONG: list[tuple[list[str], list[str]]] = [
     (["trainer.grpo.kl_estimator=k4"], ["trainer.grpo.kl_estimator=k4", "k1, k2, k3"]),
     (["trainer.precision=8"], ["trainer.precision=8", "bf16"]),
     (["trainer.precision=16"], ["trainer.precision=16", "32, 32-true, bf16, bf16-mixed"]),
-    (["trainer.precision=bf16"], ["model.megatron_amp_O2=False", "expected True if trainer.precision=bf16"]),
-    (["model.megatron_amp_O2=true"], ["model.megatron_amp_O2=True", "expected False if trainer.precision=32"]),
+    (["trainer.precision=bf16"], ["model.megatron_amp_O2=false", "expected true if trainer.precision=bf16"]),
+    (["model.megatron_amp_O2=true"], ["model.megatron_amp_O2=true", "expected false if trainer.precision=32"]),
     (["trainer.accelerator=tpu"], ["trainer.accelerator=tpu", "cpu, gpu"]),
     (["trainer.resets.mode=always"], ["trainer.resets.mode=always", "manual, advise, auto"]),
     (["trainer.resets.rules.asks=[kl]"], ["trainer.resets.rules.asks=['kl']", "validation_drop, plateau, kl_spike"]),
@@ -236,14 +236,14 @@ WRONG: list[tuple[list[str], list[str]]] = [
     ),
     (
         ["model.sequence_parallel=true"],
-        ["model.sequence_parallel=True", "model.tensor_model_parallel_size", "2 or more"],
+        ["model.sequence_parallel=true", "model.tensor_model_parallel_size", "2 or more"],
     ),
     (
         ["model.sequence_parallel=true", "model.tensor_model_parallel_size=2", "trainer.devices=2"]
         + ["trainer.grpo.context_tokens=127"],
         ["trainer.grpo.context_tokens=127", "model.tensor_model_parallel_size=2"],
     ),
-    (["model.transformer_engine=true"], ["model.transformer_engine=True", "trainer.accelerator is cpu"]),
+    (["model.transformer_engine=true"], ["model.transformer_engine=true", "trainer.accelerator is cpu"]),
     (
         ["trainer.grpo.updates_per_step=5"],
         ["trainer.grpo.updates_per_step=5", "trainer.grpo.prompts_per_step=48", "48 / 5 = 9.6"],
@@ -271,11 +271,11 @@ WRONG: list[tuple[list[str], list[str]]] = [
     (["cluster=laptop_split", "rollout.sleep=2"], ["rollout.sleep=2", "rollout.own_devices=true"]),
     (
         [*AHEAD, "trainer.grpo.dynamic_sampling.max_staleness=0"],
-        ["rollout.own_devices=True", "trainer.grpo.dynamic_sampling.max_staleness=1"],
+        ["rollout.own_devices=true", "trainer.grpo.dynamic_sampling.max_staleness=1"],
     ),
     (
         [*AHEAD, "trainer.grpo.correction.kind=none"],
-        ["rollout.own_devices=True", "trainer.grpo.correction.kind"],
+        ["rollout.own_devices=true", "trainer.grpo.correction.kind"],
     ),
     (["trainer.resets.at_steps=[3,500]"], ["trainer.resets.at_steps=[3, 500]", "500", "1 to 120"]),
     (["trainer.resets.at_steps=[0]"], ["trainer.resets.at_steps=[0]"]),
@@ -318,7 +318,7 @@ WRONG: list[tuple[list[str], list[str]]] = [
             "model.fp8_recipe=null",
         ]
         + ["model.num_query_groups=4"],
-        ["model.fp8_recipe=None", "tensorwise"],
+        ["model.fp8_recipe=null", "tensorwise"],
     ),
 ]
 

@@ -104,11 +104,12 @@ class NodeSupervisor:
         """
         from nemo_prorl.rollout.weight_store import WeightStore, weights_folder
 
-        self.progress = Progress(self.cfg, self.dir) if self.place.node == 0 else None
+        with_services = only not in ("warmup", "replay")
+        self.progress = Progress(self.cfg, self.dir, with_services) if self.place.node == 0 else None
         store = WeightStore(weights_folder(self.dir, self.place.node if self.place.nodes > 1 else None))
         if stale := store.remove_stale():
             _log.info("removed %d stale weight files of an earlier process from %s", len(stale), store.folder)
-        services = [] if only in ("warmup", "replay") else self.services(store.folder)
+        services = self.services(store.folder) if with_services else []
         ranks = self._ranks(only)
         health = Health(services, self.endpoints / "token", self.cfg.trainer.deadlines)
         usage = UsageSampler([*services, *ranks], self.dir, self.place)

@@ -84,7 +84,7 @@ class Policy:
         self.leader = Leader(cfg.trainer.deadlines, self.actor.data_ranks.rank)
         self.data = self.leader.only(lambda: load_sources(cfg.data))
         self.renderer = PromptRenderer(folder, cfg.trainer.grpo.context_tokens, cfg.data)
-        _log.info("the model is built; its weights come from %s", folder)
+        _log.info("the model is built")
         if not base.exists() and not retention.complete(run_dir / "checkpoints"):
             make_base(cfg, run_dir, self, base)
 
@@ -260,6 +260,7 @@ def begin(trainer: Trainer, run_dir: Path) -> None:
         start = trainer.leader.call(lambda: stages.origin(cfg, run_dir))
         trainer.records.begin()
         if start is None:
+            _log.info("the run starts with the weights of %s", base_folder(cfg, run_dir))
             trainer.records.event("start", 0, stage=cfg.stage, version=__version__)
         else:
             begin_stage(trainer, start)

@@ -12,6 +12,7 @@ from nemo_prorl.cautions import cautions
 from nemo_prorl.lifecycle.retention import FORMAT
 from nemo_prorl.rewards.functions import code_of
 from nemo_prorl.settings import group_options, load, resolved_yaml
+from tests.policy.models import QWEN2, write_model
 
 BASE = "pretrained_checkpoint.restore_from_path=null"
 
@@ -157,6 +158,19 @@ def test_the_range_depends_on_the_size_of_the_model_and_on_the_loss() -> None:
     gspo = ["trainer.grpo.loss=gspo", "trainer.grpo.clip_low=3e-4", "trainer.grpo.clip_high=4e-4"]
     assert not list(cautions(load(gspo)))
     assert list(cautions(load(gspo[1:])))
+
+
+def test_a_warm_up_over_weights_of_the_user_s_is_told(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", QWEN2)
+    given = [f"pretrained_checkpoint.restore_from_path={model}", f"run_dir={tmp_path / 'run'}"]
+    [text] = cautions(load(given))
+    start = "trainer.warmup.steps=110: before reinforcement learning, supervised steps train over the weights of"
+    assert text.startswith(f"{start} {given[0]}. Fix: trainer.warmup.steps=0;")
+    assert not list(cautions(load([*given, "trainer.warmup.steps=0"])))
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000002"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text(json.dumps({"format": FORMAT, "step": 2, "resets": {"done": []}}))
+    assert not [text for text in cautions(load(given)) if "warmup.steps" in text]
 
 
 def test_no_shipped_number_is_unusual() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_prorl.errors import ConfigError
+from nemo_prorl.files import read_object
 from nemo_prorl.lifecycle.retention import complete, read_state
 from nemo_prorl.lifecycle.stages import chosen_checkpoint
 
@@ -74,6 +75,27 @@ def find(path: Path, which: str) -> tuple["ModelKind", Path]:
     if which != "newest":
         raise ConfigError(f"--checkpoint={which}: expected a run directory as MODEL; got {path}. Fix: leave it out")
     return kind, path
+
+
+def draft(path: Path, out: Path, which: str) -> Model:
+    """Return the model before an export, so that a folder `out` with another evaluation is refused first.
+
+    Its entry is that of the evaluation in `out`, but without a sha256 if a checkpoint is surely another model.
+    """
+    kind, folder = find(path, which)
+    unknown: ModelJson = {"name": path.resolve().name, "kind": kind, "sha256": ""}
+    about: ModelJson = (read_object(out / "manifest.json") or {}).get("model", unknown)
+    if kind == "hf":
+        return Model(about, folder)
+    import torch
+
+    from nemo_prorl.policy.tools import engine_dtype, find_checkpoint
+
+    state, (_, files) = read_state(folder), find_checkpoint(folder, "newest")
+    is_other = about["kind"] == "endpoint" or about.get("step", state["step"]) != state["step"]
+    if engine_dtype(folder) == torch.float32:  # then the export has the weights that state.json names
+        is_other = is_other or about.get("weights_sha256") != state["weights_sha256"]
+    return Model(unknown if is_other else about, files)
 
 
 def open_model(path: Path, out: Path, which: str) -> Model:

@@ -25,7 +25,9 @@ class Progress:
         self._lines = Tail(run_dir / "metrics.jsonl")
         self._terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
         self._began = time.monotonic()
-        self._status = f"starting the trainer, which imports NeMo{', and the engines' if engines else ''} (on a laptop about 20 s)"
+        self._status = (
+            f"starting the trainer, which imports NeMo{', and the engines' if engines else ''} (on a laptop about 20 s)"
+        )
         self._shown = 0.0
         if not self._terminal:  # a terminal shows the status with its seconds
             self._print(self._status)

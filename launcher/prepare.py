@@ -110,7 +110,7 @@ def start_faults(cfg: DictConfig) -> Iterator[tuple[ProrlError, bool]]:
     `settings.load_run` and `check_files` find other errors, `check_node` those of the machine.
     """
     from nemo_prorl.config_changes import check_same_run
-    from nemo_prorl.data.hf_config import weights_fault
+    from nemo_prorl.data.hf_config import missing_weights, weights_fault
     from nemo_prorl.data.hub import will_be_completed
     from nemo_prorl.data.prepared import faults, is_elsewhere
     from nemo_prorl.data.render import tokenizer_fault, vocabulary_fault
@@ -133,9 +133,8 @@ def start_faults(cfg: DictConfig) -> Iterator[tuple[ProrlError, bool]]:
         of_model = tokenizer_fault(folder) or template_fault(cfg.data, folder)
         if of_model := of_model or weights_fault(folder) or vocabulary_fault(folder):
             yield ConfigError(f"pretrained_checkpoint.restore_from_path={of_model}"), False
-        if not any(folder.glob("*.safetensors")):
-            told = f"pretrained_checkpoint.restore_from_path={folder}: no weights (*.safetensors)"
-            yield ConfigError(f"{told}. Fix: copy the model's weights into it"), True
+        if fault := missing_weights(folder):
+            yield ConfigError(f"pretrained_checkpoint.restore_from_path={fault}"), True
     if fault := run_dir_fault(run_dir):
         yield ConfigError(fault), _nearest(run_dir) == Path(run_dir.absolute().anchor)
     if fault := wandb_fault(cfg, os.environ):

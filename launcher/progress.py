@@ -19,12 +19,15 @@ _OURS = re.compile(r"^\S+ \S+ (INFO|WARNING|ERROR) (nemo_prorl\S*): (.*)$")
 class Progress:
     """A display that follows new lines of metrics.jsonl and the trainer's log."""
 
-    def __init__(self, cfg: DictConfig, run_dir: Path) -> None:
+    def __init__(self, cfg: DictConfig, run_dir: Path, engines: bool = True) -> None:
+        """Show that the processes start.  `engines`: whether engines are among them."""
         self._total = cfg.trainer.grpo.max_steps
         self._lines = Tail(run_dir / "metrics.jsonl")
         self._terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
         self._began = time.monotonic()
-        self._status = "starting the trainer, which imports NeMo, and the engines (on a laptop about 20 s)"
+        self._status = (
+            f"starting the trainer, which imports NeMo{', and the engines' if engines else ''} (on a laptop about 20 s)"
+        )
         self._shown = 0.0
         if not self._terminal:  # a terminal shows the status with its seconds
             self._print(self._status)

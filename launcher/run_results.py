@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from nemo_prorl.errors import UNJUDGED
 from nemo_prorl.files import read_object
 from nemo_prorl.launcher.curves import OF_A_RUN, RunResults, draw
-from nemo_prorl.lifecycle.no_signal import UNJUDGED
 
 _BARS = "▁▂▃▄▅▆▇█"
 

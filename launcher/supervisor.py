@@ -104,11 +104,12 @@ class NodeSupervisor:
         """
         from nemo_prorl.rollout.weight_store import WeightStore, weights_folder
 
-        self.progress = Progress(self.cfg, self.dir) if self.place.node == 0 else None
+        with_services = only not in ("warmup", "replay")
+        self.progress = Progress(self.cfg, self.dir, with_services) if self.place.node == 0 else None
         store = WeightStore(weights_folder(self.dir, self.place.node if self.place.nodes > 1 else None))
         if stale := store.remove_stale():
             _log.info("removed %d stale weight files of an earlier process from %s", len(stale), store.folder)
-        services = [] if only in ("warmup", "replay") else self.services(store.folder)
+        services = self.services(store.folder) if with_services else []
         ranks = self._ranks(only)
         health = Health(services, self.endpoints / "token", self.cfg.trainer.deadlines)
         usage = UsageSampler([*services, *ranks], self.dir, self.place)
@@ -244,7 +245,10 @@ class NodeSupervisor:
 
     @contextmanager
     def _forwarding_signals(self, services: Sequence[Child], ranks: Sequence[Child]) -> Iterator[None]:
-        """Let SIGTERM, SIGINT and SIGUSR1 stop the trainer after its step; a repeated signal kills all processes."""
+        """Let SIGTERM, SIGINT and SIGUSR1 stop the trainer after its step; a repeated signal kills all processes.
+
+        A trainer that starts handles no signals, so the first one ends it (`rank.train`).
+        """
 
         def forward(number: int, _: Any) -> None:
             if number in self._signals:
@@ -256,7 +260,7 @@ class NodeSupervisor:
             self._signals.append(number)
             name = signal.Signals(number).name
             by_slurm = " from srun or Slurm" if name == "SIGTERM" and self.place.nodes > 1 else ""
-            text = "received %s%s; the run stops after this step; a second signal kills its processes"
+            text = "received %s%s; the run stops after this step, or at once while it starts; a second signal kills it"
             _log.warning(text, name, by_slurm)
             for rank in ranks:
                 rank.signal(FORWARDED_AS[signal.Signals(number)])

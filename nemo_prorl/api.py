@@ -188,9 +188,10 @@ def _value_text(key: str, value: Any) -> str:
     from hydra.core.override_parser.types import Quote, QuotedString
 
     from nemo_prorl.rewards.functions import place_of
+    from nemo_prorl.value_types import shown
 
     if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
+        return shown(value)
     if isinstance(value, Integral | Real):  # also numpy's
         return repr(int(value) if isinstance(value, Integral) else float(value))
     if callable(value) and key.startswith("rewards.functions."):

@@ -9,15 +9,17 @@ from collections.abc import Iterator
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl.algorithms.reset_rules import LEAST_BASELINE, LEAST_DIFFERENCES
 from nemo_prorl.algorithms.schedule import begins_with_reset, emptying, fixed_resets, rate_of_run, warmup_steps
-from nemo_prorl.config import ADVISING_RULES, RESET_RULES, ResetRulesConfig, SchedKeys
+from nemo_prorl.config import ADVISING_RULES, RESET_RULES, Config, ResetRulesConfig, SchedKeys
 from nemo_prorl.files import TEMPORARY
+from nemo_prorl.lifecycle.base_model import warms_up
 from nemo_prorl.lifecycle.retention import newest_state, step_folder
+from nemo_prorl.rewards.functions import changed_code, code_of
 from nemo_prorl.sizing.memory import is_small
 
 # key: (least, most, source).  The sources are for language models; ours are wide ranges around them.
@@ -44,6 +46,9 @@ _CLIPS = {  # by trainer.grpo.loss; the other losses have no usual range
 }
 
 
+_LEAST_STEPS = {"kl_spike": LEAST_DIFFERENCES + 1 + 3}  # by rule; since the start or the last reset
+
+
 def cautions(cfg: DictConfig, old: DictConfig | None = None) -> Iterator[str]:
     """Yield a warning for each probable mistake in a checked configuration.
 
@@ -57,6 +62,13 @@ def cautions(cfg: DictConfig, old: DictConfig | None = None) -> Iterator[str]:
         )
     state = newest_state(Path(cfg.run_dir))
     done = state.get("resets", {}).get("done", [])
+    yield from _changed_functions(cfg, state)
+    if cfg.pretrained_checkpoint.restore_from_path and not state and warms_up(cast(Config, cfg)):
+        given = f"pretrained_checkpoint.restore_from_path={cfg.pretrained_checkpoint.restore_from_path}"
+        yield (
+            f"trainer.warmup.steps={cfg.trainer.warmup.steps}: before reinforcement learning, supervised steps train"
+            f" over the weights of {given}. Fix: trainer.warmup.steps=0; if they are untrained, leave it"
+        )
     yield from _resets(cfg)
     yield from _useless_resets(cfg, state.get("step", 0), [reset["step"] for reset in done])
     yield from _blind_roll_backs(cfg, state.get("step", 0), [reset["step"] for reset in done])
@@ -65,6 +77,16 @@ def cautions(cfg: DictConfig, old: DictConfig | None = None) -> Iterator[str]:
     if old is not None and state:
         yield from _other_rate(cfg, old, state["step"], done)
     yield from _unusual(cfg)
+
+
+def _changed_functions(cfg: DictConfig, state: dict[str, Any]) -> Iterator[str]:
+    """Find functions of the user whose code has changed since the checkpoint with this state; {}: there is none."""
+    for file in changed_code(state.get("functions", {}), code_of(cfg)) if state else ():
+        saved = step_folder(Path(cfg.run_dir) / "checkpoints", state["step"])
+        yield (
+            f"{file} was changed after {saved.name}: later steps of this run follow another rule. Fix: undo the change,"
+            f" or another run with it: run_dir=NEW chain.start_from={saved}"
+        )
 
 
 # What a start that failed, `prorl probe` or `prorl control` may leave where no config.yaml was written.
@@ -135,7 +157,7 @@ def _useless_resets(cfg: DictConfig, made: int, done: list[int]) -> Iterator[str
 
 
 def _blind_roll_backs(cfg: DictConfig, made: int, done: list[int]) -> Iterator[str]:
-    """Find fixed resets that can only go back to the weights of the reset before, because nothing was validated since.
+    """Find resets that can only go back to the weights of the reset before, because nothing was validated since.
 
     Args:
         made, done: as in `_useless_resets`.
@@ -150,6 +172,20 @@ def _blind_roll_backs(cfg: DictConfig, made: int, done: list[int]) -> Iterator[s
             f" before, or the start, and the reset after {_listed([f'{step}' for step in blind])}: each goes back to"
             " where these steps began, and undoes what they trained. Fix:"
             f" trainer.grpo.validate_every={min(ways.values())} or less"
+        )
+    # The other two rules wait for validations since the last reset.
+    pause = resets.rules.cooldown_steps
+    sudden = {
+        r: max(pause, _LEAST_STEPS.get(r, 1)) for r in resets.rules.asks if r not in ("validation_drop", "plateau")
+    }
+    sudden = {rule: way for rule, way in sudden.items() if way < every and never_asks(cfg, rule) is None}
+    if resets.roll_back and resets.mode == "auto" and cfg.data.validation and sudden:
+        way = min(sudden.values())
+        yield (
+            f"trainer.resets.roll_back=true with {_listed([*sudden])} in trainer.resets.rules.asks: a reset may come"
+            f" {way} steps after the one before, without a validation between them"
+            f" (trainer.grpo.validate_every={every}); it goes back to where these steps began, and undoes what they"
+            f" trained. Fix: trainer.grpo.validate_every={way} or less, or trainer.resets.rules.cooldown_steps={every}"
         )
 
 
@@ -318,7 +354,7 @@ def never_asks(cfg: DictConfig, rule: str) -> str | None:
     limit = f"trainer.grpo.max_steps={grpo.max_steps}"
     scores = -(-grpo.max_steps // grpo.validate_every) if cfg.data.validation else 0
     wanted = {"validation_drop": rules.drop_confirm + LEAST_BASELINE, "plateau": LEAST_BASELINE}.get(rule, 0)
-    steps = {"plateau": rules.plateau_steps, "kl_spike": LEAST_DIFFERENCES + 1 + 3}.get(rule, 0)
+    steps = {"plateau": rules.plateau_steps, **_LEAST_STEPS}.get(rule, 0)
     if wanted and not cfg.data.validation:
         return "data.validation is empty"
     if rules.cooldown_steps > grpo.max_steps:

@@ -5,7 +5,6 @@ checks read the files that the configuration names, and import OmegaConf and the
 """
 
 import difflib
-import json
 import math
 import operator
 import shlex
@@ -19,7 +18,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl.config import ADVISING_RULES, RESET_RULES, ConfigKey, SchedKeys, all_keys, num_data_ranks
-from nemo_prorl.data.hf_config import model_keys
+from nemo_prorl.data.hf_config import missing_weights, model_keys, read_config
 from nemo_prorl.data.prepared import GENERATORS, reasoning_gym_names
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.own_functions import check_place, is_place
@@ -27,6 +26,7 @@ from nemo_prorl.rollout.engine.vllm_internals import CPU_HEAD_SIZES
 from nemo_prorl.sizing.devices import devices_words, node_devices
 from nemo_prorl.sizing.memory import device_bytes
 from nemo_prorl.sizing.memory_check import check_memory
+from nemo_prorl.value_types import shown
 
 Fault = tuple[str, str]  # a key, and what is expected of its value
 
@@ -67,7 +67,7 @@ _HINTS = {
 
 
 def _wrong(cfg: DictConfig, key: str, reason: str) -> ConfigError:
-    return ConfigError(f"{key}={OmegaConf.select(cfg, key)}: {reason}")
+    return ConfigError(f"{key}={shown(OmegaConf.select(cfg, key))}: {reason}")
 
 
 def _ranges(cfg: DictConfig) -> Iterator[Fault]:
@@ -247,7 +247,7 @@ def _kernels(cfg: DictConfig) -> Iterator[Fault]:
     precision, o2 = cfg.trainer.precision, bool(model.get("megatron_amp_O2"))
     if o2 != (half := str(precision).startswith("bf16")):
         meaning = "otherwise the model stays float32" if half else "true means bf16 weights with float32 master weights"
-        yield "model.megatron_amp_O2", f"expected {half} if trainer.precision={precision}; {meaning}"
+        yield "model.megatron_amp_O2", f"expected {shown(half)} if trainer.precision={precision}; {meaning}"
     if model.get("packed_sequences") and not (te or model.get("apply_rope_fusion")):
         fix = "Fix: set one of them, or model.packed_sequences=false"
         yield "model.packed_sequences", f"needs model.transformer_engine=true or model.apply_rope_fusion=true. {fix}"
@@ -424,15 +424,12 @@ def pretrained_config(cfg: DictConfig, need_weights: bool) -> dict[str, Any]:
         raise _wrong(cfg, key, f"{reason}; {folder.absolute()} does not exist")
     if not (folder / "config.json").is_file():
         raise _wrong(cfg, key, "expected a Hugging Face model folder; got a folder without config.json")
-    if need_weights and not any(folder.glob("*.safetensors")):
-        raise _wrong(cfg, key, "expected *.safetensors files; got a model folder without weights")
+    if need_weights and (fault := missing_weights(folder)):
+        raise ConfigError(f"{key}={fault}")
     try:
-        hf = json.loads((folder / "config.json").read_text())
-    except ValueError as error:
-        raise _wrong(cfg, key, f"its config.json is not JSON: {error}") from error
-    if not isinstance(hf, dict):
-        raise _wrong(cfg, key, f"its config.json: expected a JSON object; got {type(hf).__name__}")
-    return hf
+        return read_config(folder)
+    except ConfigError as error:
+        raise _wrong(cfg, key, str(error)) from error
 
 
 def check_shape(model: DictConfig, hf: dict[str, Any], source: str) -> None:

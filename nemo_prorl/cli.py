@@ -7,6 +7,7 @@ and the error for a wrong configuration appear within two seconds.
 
 import argparse
 import difflib
+import gc
 import logging
 import re
 import signal
@@ -59,6 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     finally:
         if argv is None:  # the process ends: a late Ctrl-C would replace its exit code
             signal.signal(signal.SIGINT, signal.SIG_IGN)
+            gc.freeze()  # at its end Python would look through all objects of torch, for a second or more
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 DAMAGED = ".damaged"  # suffix of the folder of a checkpoint that was set aside
+# The end of a message about responses without a verdict.
+UNJUDGED = "Fix: mend the reward function (docs/howto/reward_function.md) or the reward server, and start again"
 
 
 class ProrlError(Exception):

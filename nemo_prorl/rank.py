@@ -85,7 +85,7 @@ class Policy:
         self.leader = Leader(cfg.trainer.deadlines, self.actor.data_ranks.rank)
         self.data = self.leader.only(lambda: load_sources(cfg.data))
         self.renderer = PromptRenderer(folder, cfg.trainer.grpo.context_tokens, cfg.data)
-        _log.info("the model is built; its weights come from %s", folder)
+        _log.info("the model is built")
         if not base.exists() and not retention.complete(run_dir / "checkpoints"):
             make_base(cfg, run_dir, self, base)
 
@@ -262,6 +262,7 @@ def begin(trainer: Trainer, run_dir: Path) -> None:
         start = trainer.leader.call(lambda: stages.origin(cfg, run_dir))
         trainer.records.begin()
         if start is None:
+            _log.info("the run starts with the weights of %s", base_folder(cfg, run_dir))
             trainer.records.event("start", 0, stage=cfg.stage, version=__version__)
         else:
             begin_stage(trainer, start)
@@ -322,12 +323,13 @@ def read(run_dir: Path) -> Config:
 def train(cfg: Config, run_dir: Path, only_warmup: bool) -> None:
     """Run a rank from its start to its end.  Raises StoppedCleanly after a stop request."""
     stopping = Stopping(cfg.trainer.deadlines)
-    for sig in FORWARDED_AS.values():
-        signal.signal(sig, stopping.on_signal)
     policy = Policy(cfg, run_dir)
     if only_warmup:
         return
     trainer = build(cfg, run_dir, policy, stopping)
+    # Until here a signal ends the process: nothing is lost, and a warm-up or a wait for engines may take long.
+    for sig in FORWARDED_AS.values():
+        signal.signal(sig, stopping.on_signal)
     try:
         begin(trainer, run_dir)
         gc.collect()

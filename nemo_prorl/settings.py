@@ -41,7 +41,7 @@ from nemo_prorl.files import first_line
 from nemo_prorl.migration.names import meant
 from nemo_prorl.rewards.functions import absolute
 from nemo_prorl.sizing.memory import is_small
-from nemo_prorl.value_types import cure, did_you_mean, kind_words, same_kind, type_message
+from nemo_prorl.value_types import cure, did_you_mean, kind_words, same_kind, shown, type_message
 
 _log = logging.getLogger(__name__)
 
@@ -167,7 +167,7 @@ def _warn_of_repeated_keys(overrides: list[str]) -> None:
     for override in _parse(overrides):
         key, value = override.key_or_group, override.value()
         if values.setdefault(key, value) != value:
-            _log.warning("%s is given twice, as %s and as %s: the last is used", key, values[key], value)
+            _log.warning("%s is given twice, as %s and as %s: the last is used", key, shown(values[key]), shown(value))
         values[key] = value
 
 
@@ -378,7 +378,9 @@ def _apply(cfg: DictConfig, key: str, value: Any, add: bool) -> None:
     node, nemo = _require_known(cfg, key, value), key.split(".")[0] in NEMO_SECTIONS
     if nemo and node is not None and not same_kind(node, value):
         kind, like = type(node), "" if isinstance(node, DictConfig) else f", like the shipped value {node}"
-        raise ConfigError(f"{key}={value}: expected {kind_words(kind, False)}{like}{cure(key, value, kind, node)}")
+        raise ConfigError(
+            f"{key}={shown(value)}: expected {kind_words(kind, False)}{like}{cure(key, value, kind, node)}"
+        )
     try:
         OmegaConf.update(cfg, key, value, force_add=_is_free(key))
     except OmegaConfBaseException as error:
@@ -411,7 +413,7 @@ def _unknown(cfg: DictConfig, key: str, value: Any, here: str, part: str, node: 
         return f"{key}={value}: {where} is a list. Fix: write {where}=[{{{part}: {value}, ...}}]"
     if not isinstance(node, DictConfig):
         length = f"a list of {len(node)}" if isinstance(node, ListConfig) else "a single value"
-        return f"unknown key {key} (={value}): {where} is {length}"
+        return f"unknown key {key} (={shown(value)}): {where} is {length}"
     known = sorted({str(k) for k in node} | (set(group_options()) if not here else set()))
     everywhere = [k for k, _ in leaves(OmegaConf.to_container(cfg, resolve=False))]
     same_name = [k for k in everywhere if k.split(".")[-1] == key.split(".")[-1]]
@@ -420,7 +422,7 @@ def _unknown(cfg: DictConfig, key: str, value: Any, here: str, part: str, node: 
     prefix = f"{here}." if here else ""
     longer = [prefix + name for name in known if "." in here and name.endswith(f"_{part}")]
     near = [prefix + name for name in difflib.get_close_matches(part, known, n=1)]
-    message = f"unknown key {key} (={value}): {where} has no '{part}'."
+    message = f"unknown key {key} (={shown(value)}): {where} has no '{part}'."
     if suggestion := (
         longer or translated or same_name or near or difflib.get_close_matches(key, everywhere, n=1, cutoff=0.8)
     ):

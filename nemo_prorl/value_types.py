@@ -21,6 +21,11 @@ def same_kind(old: Any, new: Any) -> bool:
     return isinstance(new, kinds.get(type(old), type(old)))
 
 
+def shown(value: Any) -> str:
+    """Return a value as the user writes it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def kind_words(kind: Any, optional: bool) -> str:
     """Return a type as text, such as "a whole number or null"."""
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
@@ -41,7 +46,7 @@ def type_message(cfg: DictConfig, key: str, value: Any, error: OmegaConfBaseExce
     if key and not name.startswith(key) and is_dataclass(error.object_type):  # an unknown key in an item of a list
         known = [field.name for field in fields(error.object_type)]
         return f"{key}: unknown key {name}.{did_you_mean(name, known)} Known: {', '.join(known)}"
-    label = f"{name}={value}" if name == key else name
+    label = f"{name}={shown(value)}" if name == key else name
     node = OmegaConf.select(cfg, name.rpartition(".")[0]) if "." in name else cfg
     last = name.rpartition(".")[2]
     child = node._get_node(last) if isinstance(node, DictConfig) and last in node.keys() else None  # noqa: SIM118

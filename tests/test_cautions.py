@@ -10,7 +10,9 @@ from nemo_prorl import __version__, cli
 from nemo_prorl.algorithms.reset_rules import best_policy
 from nemo_prorl.cautions import cautions
 from nemo_prorl.lifecycle.retention import FORMAT
+from nemo_prorl.rewards.functions import code_of
 from nemo_prorl.settings import group_options, load, resolved_yaml
+from tests.policy.models import QWEN2, write_model
 
 BASE = "pretrained_checkpoint.restore_from_path=null"
 
@@ -50,6 +52,15 @@ RESETS = [
         ["roll_back=true", "every=20", "trainer.grpo.validate_every=30"],
         "the reset after 20, 80: each goes back to where these steps began, and undoes what they trained. Fix:"
         " trainer.grpo.validate_every=20 or less",
+    ),
+    (
+        ["roll_back=true", "mode=auto", "rules.asks=[kl_spike]", "trainer.grpo.validate_every=60"],
+        "with kl_spike in trainer.resets.rules.asks: a reset may come 50 steps after the one before, without a"
+        " validation between them (trainer.grpo.validate_every=60); it goes back to where these steps began",
+    ),
+    (
+        ["roll_back=true", "mode=auto", "rules.asks=[entropy]", "rules.cooldown_steps=5"],
+        "Fix: trainer.grpo.validate_every=5 or less, or trainer.resets.rules.cooldown_steps=20",
     ),
     (
         ["mode=auto", "rules.asks=[validation_drop]", "data.validation=[]"],
@@ -104,6 +115,8 @@ def test_resets_with_an_effect_are_not() -> None:
         ["lr_warmup_steps=5", "lr_factor=0.5", "at_steps=[3]"],
         ["lr_warmup_steps=5", "chain.start_from=runs/old"],
         ["roll_back=true", "every=20", "trainer.grpo.validate_every=20"],
+        ["roll_back=true", "mode=auto", "rules.asks=[kl_spike]", "trainer.grpo.validate_every=50"],
+        ["roll_back=true", "mode=auto", "rules.asks=[validation_drop]", "rules.cooldown_steps=1"],
         ["roll_back=true", "chain.start_from=runs/old"],
         ["mode=advise", "rules.asks=[mine.py:rule]"],
         ["roll_back=true", "data.validation=[]", "trainer.resets.at_steps=[3]", "chain.start_from=runs/old"],
@@ -145,6 +158,19 @@ def test_the_range_depends_on_the_size_of_the_model_and_on_the_loss() -> None:
     gspo = ["trainer.grpo.loss=gspo", "trainer.grpo.clip_low=3e-4", "trainer.grpo.clip_high=4e-4"]
     assert not list(cautions(load(gspo)))
     assert list(cautions(load(gspo[1:])))
+
+
+def test_a_warm_up_over_weights_of_the_user_s_is_told(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", QWEN2)
+    given = [f"pretrained_checkpoint.restore_from_path={model}", f"run_dir={tmp_path / 'run'}"]
+    [text] = cautions(load(given))
+    start = "trainer.warmup.steps=110: before reinforcement learning, supervised steps train over the weights of"
+    assert text.startswith(f"{start} {given[0]}. Fix: trainer.warmup.steps=0;")
+    assert not list(cautions(load([*given, "trainer.warmup.steps=0"])))
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000002"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text(json.dumps({"format": FORMAT, "step": 2, "resets": {"done": []}}))
+    assert not [text for text in cautions(load(given)) if "warmup.steps" in text]
 
 
 def test_no_shipped_number_is_unusual() -> None:
@@ -295,6 +321,27 @@ def test_the_rate_before_a_change_is_the_run_s_own(caplog: pytest.LogCaptureFixt
     sched = ["model.optim.sched.name=linear", "trainer.grpo.max_steps=240"]
     [text] = cautions(load(sched), load(sched[:1]))
     assert "step 121's learning rate becomes 0.0001, after 1.67e-06 in step 120, because the schedule" in text
+
+
+def test_a_function_that_has_changed_since_the_checkpoint_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    files = [Path(name).absolute() for name in ("one.py", "two.py")]
+    for file in files:
+        file.write_text("def score(prompt, response, truth):\n    return 1.0\n")
+    given = [f"+rewards.functions.{file.stem}={file}:score" for file in files]
+    write_run(10, [], *given)
+    state = Path("runs/laptop/checkpoints/step-000010/state.json")
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"functions": code_of(load(given))}))
+    for changed in ([], files):
+        for file in changed:
+            file.write_text("def score(prompt, response, truth):\n    return 0.0\n")
+        for command in (["plan"], ["train", "--dry-run"]):
+            caplog.clear()
+            assert cli.main(command) == 0
+            said = [text for text in caplog.messages if "was changed" in text]
+            assert [text.split(": ")[0] for text in said] == [
+                f"{file} was changed after step-000010" for file in changed
+            ]
+            assert not said or said[0].endswith(f"run_dir=NEW chain.start_from={state.parent}")
 
 
 def test_a_key_given_twice_is_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -91,6 +92,19 @@ def test_wrong_use_exits_2_with_a_message_and_no_traceback(prorl: Prorl, argumen
     assert said in told.stderr
     assert "Traceback" not in told.stderr
     assert told.stdout == ""
+
+
+def test_the_command_ends_without_a_look_through_all_objects() -> None:
+    """With those of torch it takes a second or more, and a second Ctrl-C has killed the run already."""
+    code = (
+        "import atexit, gc, sys\n"
+        "from nemo_prorl.cli import main\n"
+        "atexit.register(lambda: print(gc.get_freeze_count() > 0))\n"
+        "sys.argv = ['prorl', 'status', 'nowhere']\n"
+        "main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"
 
 
 def test_dry_run_prints_the_resolved_configuration_and_starts_nothing(prorl: Prorl, tmp_path: Path) -> None:

@@ -173,12 +173,12 @@ WRONG: list[tuple[list[str], list[str]]] = [
     (["model.micro_batch_tokens=64"], ["context_tokens=128", "Fix: model.micro_batch_tokens=128, or null"]),
     (["trainer.grpo.kl_coef=big"], ["trainer.grpo.kl_coef=big", "a number"]),
     (["deterministic=maybe"], ["deterministic=maybe", "true or false"]),
-    (["seed=null"], ["seed", "a whole number"]),
+    (["seed=null"], ["seed=null: expected a whole number"]),
     (["trainer.resets.at_steps=3"], ["trainer.resets.at_steps=3", "a list"]),
     (["trainer.grpo=5"], ["trainer.grpo=5", "a mapping"]),
     (["model.optim.lr=abc"], ["model.optim.lr=abc", "a finite number"]),
     (["model.num_layers=2.5"], ["model.num_layers=2.5", "a whole number"]),
-    (["model.num_layers=null"], ["model.num_layers", "a whole number"]),
+    (["model.num_layers=null"], ["model.num_layers=null: expected a whole number"]),
     (["model.sequence_parallel=1"], ["model.sequence_parallel=1", "true or false"]),
     (["trainer.grpo.max_steps=0"], ["trainer.grpo.max_steps=0", "at least 1"]),
     (["trainer.grpo.temperature=0"], ["trainer.grpo.temperature=0", "above 0"]),
@@ -195,8 +195,8 @@ WRONG: list[tuple[list[str], list[str]]] = [
     (["trainer.grpo.kl_estimator=k4"], ["trainer.grpo.kl_estimator=k4", "k1, k2, k3"]),
     (["trainer.precision=8"], ["trainer.precision=8", "bf16"]),
     (["trainer.precision=16"], ["trainer.precision=16", "32, 32-true, bf16, bf16-mixed"]),
-    (["trainer.precision=bf16"], ["model.megatron_amp_O2=False", "expected True if trainer.precision=bf16"]),
-    (["model.megatron_amp_O2=true"], ["model.megatron_amp_O2=True", "expected False if trainer.precision=32"]),
+    (["trainer.precision=bf16"], ["model.megatron_amp_O2=false", "expected true if trainer.precision=bf16"]),
+    (["model.megatron_amp_O2=true"], ["model.megatron_amp_O2=true", "expected false if trainer.precision=32"]),
     (["trainer.accelerator=tpu"], ["trainer.accelerator=tpu", "cpu, gpu"]),
     (["trainer.resets.mode=always"], ["trainer.resets.mode=always", "manual, advise, auto"]),
     (["trainer.resets.rules.asks=[kl]"], ["trainer.resets.rules.asks=['kl']", "validation_drop, plateau, kl_spike"]),
@@ -236,14 +236,14 @@ WRONG: list[tuple[list[str], list[str]]] = [
     ),
     (
         ["model.sequence_parallel=true"],
-        ["model.sequence_parallel=True", "model.tensor_model_parallel_size", "2 or more"],
+        ["model.sequence_parallel=true", "model.tensor_model_parallel_size", "2 or more"],
     ),
     (
         ["model.sequence_parallel=true", "model.tensor_model_parallel_size=2", "trainer.devices=2"]
         + ["trainer.grpo.context_tokens=127"],
         ["trainer.grpo.context_tokens=127", "model.tensor_model_parallel_size=2"],
     ),
-    (["model.transformer_engine=true"], ["model.transformer_engine=True", "trainer.accelerator is cpu"]),
+    (["model.transformer_engine=true"], ["model.transformer_engine=true", "trainer.accelerator is cpu"]),
     (
         ["trainer.grpo.updates_per_step=5"],
         ["trainer.grpo.updates_per_step=5", "trainer.grpo.prompts_per_step=48", "48 / 5 = 9.6"],
@@ -271,11 +271,11 @@ WRONG: list[tuple[list[str], list[str]]] = [
     (["cluster=laptop_split", "rollout.sleep=2"], ["rollout.sleep=2", "rollout.own_devices=true"]),
     (
         [*AHEAD, "trainer.grpo.dynamic_sampling.max_staleness=0"],
-        ["rollout.own_devices=True", "trainer.grpo.dynamic_sampling.max_staleness=1"],
+        ["rollout.own_devices=true", "trainer.grpo.dynamic_sampling.max_staleness=1"],
     ),
     (
         [*AHEAD, "trainer.grpo.correction.kind=none"],
-        ["rollout.own_devices=True", "trainer.grpo.correction.kind"],
+        ["rollout.own_devices=true", "trainer.grpo.correction.kind"],
     ),
     (["trainer.resets.at_steps=[3,500]"], ["trainer.resets.at_steps=[3, 500]", "500", "1 to 120"]),
     (["trainer.resets.at_steps=[0]"], ["trainer.resets.at_steps=[0]"]),
@@ -318,7 +318,7 @@ WRONG: list[tuple[list[str], list[str]]] = [
             "model.fp8_recipe=null",
         ]
         + ["model.num_query_groups=4"],
-        ["model.fp8_recipe=None", "tensorwise"],
+        ["model.fp8_recipe=null", "tensorwise"],
     ),
 ]
 
@@ -390,7 +390,11 @@ class TestModelFolder:
 
     def test_without_weights(self, model_folder: Path) -> None:
         (model_folder / "model.safetensors").unlink()
-        assert "a model folder without weights" in self.message(model_folder)
+        told = self.message(model_folder)
+        assert f"={model_folder}: no weights (*.safetensors). Fix: copy the model's model.safetensors, or all" in told
+        assert f"hf download NAME --include '*.safetensors' --local-dir {model_folder}" in told
+        (model_folder / "pytorch_model.bin").touch()
+        assert "Fix: convert pytorch_model.bin with transformers: python -c" in self.message(model_folder)
         plan = settings.load(["cluster=h100_4x8", f"pretrained_checkpoint.restore_from_path={model_folder}"])
         assert [warns for error, warns in start_faults(plan) if "no weights" in str(error)] == [True]
 
@@ -399,8 +403,11 @@ class TestModelFolder:
         assert "config.json" in self.message(model_folder)
 
     def test_with_a_broken_config(self, model_folder: Path) -> None:
-        (model_folder / "config.json").write_text("{")
-        assert "not JSON" in self.message(model_folder)
+        (model_folder / "config.json").write_text('{\n"hidden_size": 1\n"x": 2}')
+        assert f"{model_folder}/config.json:3: expected JSON: " in self.message(model_folder)
+        assert "Fix: repair it, or copy the model's file again" in self.message(model_folder)
+        (model_folder / "config.json").write_text("[]")
+        assert "config.json: expected a JSON object; got list. Fix: " in self.message(model_folder)
 
     @pytest.mark.parametrize(
         ("said", "named"),

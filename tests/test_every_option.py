@@ -347,6 +347,9 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         *("evaluate --checkpoint=newest", "evaluate --checkpoint=best", "evaluate --checkpoint"),
         *("export-hf --checkpoint=newest", "export-hf --checkpoint=best", "export-hf --checkpoint"),
     ),
+    "tests/evaluation/test_checkpoint.py::test_what_is_probed": (
+        *("probe --checkpoint=newest", "probe --checkpoint=best", "probe --checkpoint"),
+    ),
     "tests/data/test_prepare_code.py::test_livecodebench_of_another_period_and_release": (
         *("data prepare --since", "data prepare --until"),
     ),

@@ -73,9 +73,10 @@ def test_the_start_shows_what_it_waits_for(undisturbed: Path) -> None:
     waits = (
         "checking data and machine for",
         "starting the trainer, which imports NeMo, and the engines",
-        "the model is built; its weights come from",
+        "the model is built",
         "warm-up: 40 supervised steps",
         "ready: rollout engines: 1, reward servers: 1",
+        f"the run starts with the weights of {undisturbed}/base",
         "validating the policy on held-out prompts before the first step",
         "step  reward  held-out",
     )
@@ -157,6 +158,13 @@ def test_a_hard_reset_empties_the_optimizer(undisturbed: Path) -> None:
     assert found[STEPS][1] == {2.0 * 4}  # updates_per_step is 4
 
 
+def test_a_resume_names_only_the_checkpoint_of_its_weights(disturbed: Path) -> None:
+    starts = (disturbed / "logs" / "all.log").read_text().split("the model is built")[1:]
+    resumes = [text for text in starts if "continuing after step" in text]
+    assert resumes
+    assert not [text for text in resumes if "weights of" in text.partition("continuing after step")[0]]
+
+
 def test_killed_and_resumed_is_equal_to_the_bit(undisturbed: Path, disturbed: Path) -> None:
     """Also what two runs of one configuration are to each other: one was killed, one was not."""
     assert_equal_to_the_bit(undisturbed, disturbed)
@@ -184,8 +192,10 @@ def test_a_run_can_be_asked_why(undisturbed: Path, disturbed: Path, capsys: pyte
     assert cli.main(["bisect", str(undisturbed), str(disturbed), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["equal"] is True
     assert replay(undisturbed, 1, STEPS) == 0
-    told = capsys.readouterr().out
+    told, waits = capsys.readouterr()
     assert told.count(" equal ") == STEPS
+    assert "starting the trainer, which imports NeMo (on a laptop" in waits
+    assert not [word for word in ("engines", "weights of") if word in waits]
     logs = {log.stem for log in (undisturbed / "replays" / f"1-{STEPS}" / "logs").glob("*.log")}
     assert logs == {"all", "trainer-0"}
     assert replay(undisturbed, 3, 3, "--with", "model.optim.lr=1e-3") == 0

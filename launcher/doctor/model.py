@@ -12,8 +12,9 @@ from omegaconf import DictConfig
 from nemo_prorl.checks import check_shape
 from nemo_prorl.config import Config
 from nemo_prorl.data import parquet as tables
-from nemo_prorl.data.hf_config import weights_fault
+from nemo_prorl.data.hf_config import missing_weights, read_config, weights_fault
 from nemo_prorl.data.prepared import missing_files, task_of
+from nemo_prorl.data.render import no_template, tokenizer_fault
 from nemo_prorl.files import objects_in
 from nemo_prorl.launcher.doctor.check import Check, NoAnswer, ask
 from nemo_prorl.lifecycle.base_model import initial_model
@@ -56,24 +57,25 @@ def check_model(cfg: DictConfig) -> Iterator[Check]:
         return
     generation_file = folder / "generation_config.json"
     try:
-        config = json.loads((folder / "config.json").read_text())
+        config = read_config(folder)
         check_shape(cfg.model, config, str(folder))
-        fault = weights_fault(folder)
+        fault = weights_fault(folder) or missing_weights(folder)
         generation = json.loads(generation_file.read_text()) if generation_file.is_file() else {}
     except (OSError, ValueError) as error:
         cure = (
             "choose the group of this model (model=...), or another folder; it must be a complete Hugging Face folder"
         )
-        yield Check("model", "fail", f"{folder}: {error}", cure)
+        text, _, known = str(error).partition(". Fix: ")
+        yield Check("model", "fail", text, known or cure)
         return
-    if not any(folder.glob("*.safetensors")):
-        fault = f"{folder}: no weights (*.safetensors). Fix: copy the model's weights into it"
     if fault is not None:
-        text, _, cure = fault.partition(". Fix: ")
-        yield Check("model", "fail", text, cure)
+        yield _failed("model", fault)
         return
     layers = f"{config.get('num_hidden_layers')} layers of {config.get('hidden_size')}"
     yield Check("model", "pass", f"{folder}: {layers}, as configured by model.*")
+    if (fault := tokenizer_fault(folder)) is not None:
+        yield _failed("tokenizer", fault)
+        return
     try:
         answer = ask(sys.executable, _TOKENIZER, [str(folder)])
     except NoAnswer as error:
@@ -87,6 +89,12 @@ def check_model(cfg: DictConfig) -> Iterator[Check]:
     yield from judge_eos(facts, config, generation)
     missing = len(missing_files(cfg)) if cfg.data.prompt == "as_written" else 0  # otherwise the key decides
     yield judge_chat(facts, source_with_messages(cfg), missing)
+
+
+def _failed(name: str, fault: str) -> Check:
+    """Return the failure of a check whose text is followed by its cure, as in the errors of other commands."""
+    text, _, cure = fault.partition(". Fix: ")
+    return Check(name, "fail", text, cure)
 
 
 def judge_vocabulary(facts: TokenizerFacts, rows: Any) -> Check:
@@ -175,9 +183,7 @@ def judge_chat(facts: TokenizerFacts, source: str | None, missing: int = 0) -> C
         cure = "repair chat_template in tokenizer_config.json (or chat_template.jinja)"
         return Check("chat", "fail", f"the tokenizer's chat template does not render a message: {facts.end}", cure)
     if not facts.chat:
-        cure = "add chat_template to tokenizer_config.json (or chat_template.jinja), or write prompts as strings"
-        text = f"source {source!r} has message lists, but the tokenizer has no chat template"
-        return Check("chat", "fail", text, cure)
+        return _failed("chat", no_template(f"source {source!r}"))
     text = f"the tokenizer has a chat template, which source {source!r} needs"
     if opened_thought(facts.end):
         text += "; its prompts end in <think>, and a response that does not close this thought has no answer"

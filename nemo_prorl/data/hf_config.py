@@ -10,6 +10,7 @@ from typing import Any
 from nemo_prorl.errors import ConfigError
 
 ARCHITECTURES = ("qwen2", "qwen3", "llama")
+_FIX = "Fix: another model, of Qwen2, Qwen2.5, Qwen3 or Llama (docs/tutorial/model.md has the keys)"
 # Keys that change the computation, with the values that the actor supports.  An absent key means the first value.
 COMPUTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
@@ -67,29 +68,30 @@ def model_keys(hf: dict[str, Any], whose: str) -> dict[str, Any]:
 def check_computed(hf: dict[str, Any], whose: str) -> None:
     """Raise ConfigError for the first key of a config.json whose value the actor does not support."""
     if (kind := hf.get("model_type")) not in ARCHITECTURES:
-        raise ConfigError(f"{whose}: model_type={kind!r} is not supported; expected one of {', '.join(ARCHITECTURES)}")
+        expected = f"expected one of {', '.join(ARCHITECTURES)}"
+        raise ConfigError(f"{whose}: model_type={kind!r} is not supported; {expected}. {_FIX}")
     for key, values in COMPUTED.items():
         if (value := hf.get(key, values[0])) not in values:
             names = " or ".join(map(repr, values))
-            raise ConfigError(f"{whose}: {key}={value!r} is not supported; expected {names}. Fix: another model")
+            raise ConfigError(f"{whose}: {key}={value!r} is not supported; expected {names}. {_FIX}")
     if kind != "qwen2" and hf.get("attention_bias"):  # Qwen2 ignores this key
         raise ConfigError(
             f"{whose}: attention_bias=True is not supported for {kind}; expected False, because the actor's output"
-            " projection has no bias. Fix: another model"
+            f" projection has no bias. {_FIX}"
         )
     heads, groups = hf.get("num_attention_heads"), hf.get("num_key_value_heads")
     if type(heads) is type(groups) is int and (groups < 1 or heads % groups):
-        why = f"expected a divisor of num_attention_heads={heads}. Fix: another model"
+        why = f"expected a divisor of num_attention_heads={heads}. {_FIX}"
         raise ConfigError(f"{whose}: num_key_value_heads={groups}: {why}")
     if others := sorted(set(hf.get("layer_types") or ()) - {"full_attention"}):
-        raise ConfigError(f"{whose}: layer_types has {others[0]!r}; expected only 'full_attention'. Fix: another model")
+        raise ConfigError(f"{whose}: layer_types has {others[0]!r}; expected only 'full_attention'. {_FIX}")
     for key in ("rope_scaling", "rope_parameters"):
         rope = hf.get(key)
         if rope is not None and not _is_computed(rope):
             raise ConfigError(
                 f"{whose}: {key}={rope} is not supported; expected null, rope_type 'default', or 'llama3' with"
                 f" {', '.join(_LLAMA3.values())}: Megatron-Core 0.12 has no other rotary embedding for these models, so"
-                " the actor's log-probabilities would not be the engine's. Fix: use another model, or set this key"
+                f" the actor's log-probabilities would not be the engine's. {_FIX}, or set this key"
                 " to null if no context is longer than the model's context before rope scaling"
             )
 
@@ -150,6 +152,22 @@ def weights_fault(folder: Path) -> str | None:
     return f"{folder}: the weights are not of this config.json: {fault}. Fix: config.json and weights of one model"
 
 
+def missing_weights(folder: Path) -> str | None:
+    """Return that a model folder has no weights that are read, and the cure; None if it has them."""
+    if any(folder.glob("*.safetensors")):
+        return None
+    cure = (
+        "copy the model's model.safetensors, or all its model-*.safetensors, into it:"
+        f" hf download NAME --include '*.safetensors' --local-dir {folder}"
+    )
+    if others := sorted(file.name for file in folder.glob("*.bin")):
+        cure = (
+            f'convert {others[0]} with transformers: python -c "from transformers import AutoModelForCausalLM as M;'
+            f" M.from_pretrained('{folder}').save_pretrained('{folder}')\""
+        )
+    return f"{folder}: no weights (*.safetensors). Fix: {cure}"
+
+
 # Tensors that older versions of transformers wrote, and the output layer where it shares the embedding's weights.
 _WITHOUT_EFFECT = ("rotary_emb.inv_freq", "lm_head.weight")
 
@@ -173,9 +191,14 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ConfigError(f"{folder}: expected a Hugging Face model folder; it has no config.json")
     try:
-        config: dict[str, Any] = json.loads(file.read_text())
+        config = json.loads(file.read_text())
     except ValueError as error:
-        raise ConfigError(f"{file}: expected JSON: {error}. Fix: copy the model's file again") from error
+        place = f"{file}:{getattr(error, 'lineno', 1)}"
+        raise ConfigError(f"{place}: expected JSON: {error}. Fix: repair it, or copy the model's file again") from error
+    if not isinstance(config, dict):
+        raise ConfigError(
+            f"{file}: expected a JSON object; got {type(config).__name__}. Fix: copy the model's file again"
+        )
     return config
 
 

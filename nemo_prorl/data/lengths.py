@@ -23,7 +23,7 @@ from nemo_prorl.caches import cache_folder
 from nemo_prorl.config import DataConfig, DataSource
 from nemo_prorl.data.blend import LoadedData, LoadedSource
 from nemo_prorl.data.laptop.generators import Record
-from nemo_prorl.errors import DataError, UnfitMachine
+from nemo_prorl.errors import ConfigError, DataError, UnfitMachine
 from nemo_prorl.files import write_json
 
 _log = logging.getLogger(__name__)
@@ -169,7 +169,7 @@ class PromptLengths:
         """Return the number of tokens of each record's prompt.
 
         Raises:
-            ConfigError: the folder does not contain a tokenizer with an eos token.
+            ConfigError: the folder does not contain a tokenizer with an eos token, or with a chat template if needed.
             DataError: a prompt is empty, or the chat template cannot render it.
         """
         key = self._key(records)
@@ -201,8 +201,8 @@ class PromptLengths:
             _log.info("counting the tokens of %d prompts of '%s'; the result is kept", len(records), source.name)
         try:
             return self._count(records)
-        except DataError as error:
-            raise DataError(f"data source '{source.name}': {error}") from error
+        except (ConfigError, DataError) as error:
+            raise type(error)(f"data source '{source.name}': {error}") from error
 
     def _key(self, records: Sequence[Record]) -> str:
         digest = hashlib.sha256(json.dumps([self._model, self._data.prompt, self._data.system]).encode())

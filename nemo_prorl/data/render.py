@@ -64,6 +64,15 @@ def vocabulary_fault(folder: Path) -> str | None:
     )
 
 
+def no_template(need: str) -> str:
+    """Return that a tokenizer lacks the chat template that `need` (a key, a prompt) needs, and the cure."""
+    return (
+        f"the tokenizer has no chat template, which {need} needs. Fix: add the template of the model's chat variant to"
+        " the folder, as the file chat_template.jinja or the key chat_template of tokenizer_config.json; or"
+        " data.prompt=text, which makes text of messages"
+    )
+
+
 def written(prompt: str | list[dict[str, str]], form: str, system: str | None) -> str | list[dict[str, str]]:
     """Return a record's prompt with the system prompt, as text or as messages for the chat template.
 
@@ -99,6 +108,7 @@ class PromptRenderer:
             raise ConfigError(fault)
         data = data or DataConfig()
         self.context_tokens, self._form, self._system = context_tokens, data.prompt, data.system
+        self._folder = folder
         self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         if self._tokenizer.eos_token_id is None:
             raise ConfigError(
@@ -115,8 +125,8 @@ class PromptRenderer:
     def prompt_ids(self, record: Mapping[str, Any]) -> list[int]:
         """Return the token ids of a record's prompt; a message list goes through the chat template.
 
-        Raises DataError, naming the record, for a prompt that is empty, leaves no room for a response, or needs
-        a chat template that the tokenizer lacks.
+        Raises DataError, naming the record, for a prompt that is empty or leaves no room for a response; ConfigError
+        for one that needs a chat template that the tokenizer lacks.
         """
         ids = self._rendered(record)
         if len(ids) >= self.context_tokens:
@@ -157,10 +167,8 @@ class PromptRenderer:
         if isinstance(prompt, str):
             return prompt
         if self._tokenizer.chat_template is None:
-            raise DataError(
-                f"record '{record['id']}': its prompt is a message list, but the tokenizer does not have a chat "
-                "template. Fix: data.prompt=text or data.prompt=r1, or write the prompt as one string"
-            )
+            need = "data.prompt=chat" if self._form == "chat" else "its message list"
+            raise ConfigError(f"record '{record['id']}': {self._folder}: {no_template(need)}")
         try:
             return str(self._tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False))
         except TemplateError as error:  # a template refuses messages, such as two of the same role in a row

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_prorl.errors import ConfigError
+from nemo_prorl.files import read_object
 from nemo_prorl.lifecycle.retention import complete, read_state
 from nemo_prorl.lifecycle.stages import chosen_checkpoint
 
@@ -76,12 +77,33 @@ def find(path: Path, which: str) -> tuple["ModelKind", Path]:
     return kind, path
 
 
+def draft(path: Path, out: Path, which: str) -> Model:
+    """Return the model before an export, so that a folder `out` with another evaluation is refused first.
+
+    Its entry is that of the evaluation in `out`, but without a sha256 if a checkpoint is surely another model.
+    """
+    kind, folder = find(path, which)
+    unknown: ModelJson = {"name": path.resolve().name, "kind": kind, "sha256": ""}
+    about: ModelJson = (read_object(out / "manifest.json") or {}).get("model", unknown)
+    if kind == "hf":
+        return Model(about, folder)
+    import torch
+
+    from nemo_prorl.policy.tools import engine_dtype, find_checkpoint
+
+    state, (_, files) = read_state(folder), find_checkpoint(folder, "newest")
+    is_other = about["kind"] == "endpoint" or about.get("step", state["step"]) != state["step"]
+    if engine_dtype(folder) == torch.float32:  # then the export has the weights that state.json names
+        is_other = is_other or about.get("weights_sha256") != state["weights_sha256"]
+    return Model(unknown if is_other else about, files)
+
+
 def open_model(path: Path, out: Path, which: str) -> Model:
     """Return the model with its Hugging Face folder.  A checkpoint is exported into `out`/model."""
     from nemo_prorl.policy.weights import HFFolder, sha256_of  # torch is slow to import
 
     kind, found = find(path, which)
-    folder = found if kind == "hf" else _exported(found, out / "model")
+    folder = found if kind == "hf" else exported(found, out / "model")
     weights = sha256_of(HFFolder(folder).tensors())
     about: ModelJson = {"name": path.resolve().name, "kind": kind, "sha256": _identity(folder, weights)}
     about |= {"folder": str(path.resolve()), "weights_sha256": weights}
@@ -95,7 +117,7 @@ def remove_export(out: Path) -> None:
     shutil.rmtree(out / "model", ignore_errors=True)
 
 
-def _exported(checkpoint: Path, into: Path) -> Path:
+def exported(checkpoint: Path, into: Path) -> Path:
     """Export the checkpoint into a folder under `into`, or reuse a complete export of the same checkpoint."""
     state = (checkpoint / "state.json").read_bytes()
     folder = into / f"{checkpoint.name}-{hashlib.sha256(state).hexdigest()[:12]}"

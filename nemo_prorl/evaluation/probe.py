@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.evaluation.readings import FORMS
+from nemo_prorl.lifecycle.stages import chosen_checkpoint
 
 if TYPE_CHECKING:  # these import torch, which wrong use need not wait for
     from nemo_prorl.evaluation.sampling import BenchmarkWork
@@ -120,30 +121,33 @@ def estimate(cfg: DictConfig, sources: Sequence[Mapping[str, Any]], seconds: flo
     return {"tokens_per_step": tokens, "generation_s_per_step": tokens / max(rate, 1e-9), "tokens_per_s": rate}
 
 
-def probe(cfg: DictConfig, out: Path, prompts: int, samples: int) -> dict[str, Any]:
-    """Probe the starting model of a run, and return the content of probe.json.
+def probe(cfg: DictConfig, out: Path, prompts: int, samples: int, which: str | None = None) -> dict[str, Any]:
+    """Probe the starting model of a run, or its policy in a checkpoint, and return the content of probe.json.
 
     Args:
         out: folder for probe.json, and for logs and endpoints of engine and reward server.
         prompts: prompts of each training source, chosen at random by the run's seed.
         samples: responses to each prompt.
+        which: checkpoint, as in `chosen_checkpoint`; None: the starting model.
 
     Raises:
-        ConfigError: the run has no model folder yet.
+        ConfigError: the run has no model folder yet, or not this checkpoint.
         DataError: a record is wrong.
     """
     from nemo_prorl.data.blend import LoadedData, load_sources, of_tasks
     from nemo_prorl.data.lengths import PromptLengths, fit
+    from nemo_prorl.evaluation import models
     from nemo_prorl.evaluation.run import local_engines
     from nemo_prorl.evaluation.sampling import sample_and_judge
     from nemo_prorl.files import write_json
     from nemo_prorl.launcher.one_node import locked
     from nemo_prorl.launcher.prepare import check_node
 
-    folder = _starting_model(cfg)
-    cfg.pretrained_checkpoint.restore_from_path = str(folder.resolve())  # the engines' model
+    probed = folder = _starting_model(cfg) if which is None else chosen_checkpoint(Path(cfg.run_dir), which)
     check_node(cfg, trains=False)
     with locked(out), tempfile.TemporaryDirectory() as stored:  # probe.json has all responses at the end
+        folder = folder if which is None else models.exported(folder, out / "model")
+        cfg.pretrained_checkpoint.restore_from_path = str(folder.resolve())  # the engines' model
         engines = local_engines(cfg, folder, cfg.trainer.grpo.context_tokens)
         used = LoadedData(of_tasks(load_sources(cfg.data).train, cfg.data), [])
         parts: list[BenchmarkWork] = []
@@ -158,7 +162,7 @@ def probe(cfg: DictConfig, out: Path, prompts: int, samples: int) -> dict[str, A
         failures = [next((r["detail"] for r in _responses(one) if r["score"] is None), "") for one in sources]
         result = {
             "format": 1,
-            "model": str(folder),
+            "model": str(probed),
             "samples": samples,
             "sources": [
                 {**one, "advice": advice(one, cfg.data.prompt, failure)}
@@ -168,6 +172,7 @@ def probe(cfg: DictConfig, out: Path, prompts: int, samples: int) -> dict[str, A
             "responses": sources,
         }
         write_json(out / "probe.json", result)
+        models.remove_export(out)
         return result
 
 
@@ -227,7 +232,7 @@ def _starting_model(cfg: DictConfig) -> Path:
 
 def add_parser(commands: Any) -> None:
     """Add `probe` to the main command line."""
-    text = "sample the starting model of a run on its own prompts: reward, signal, length, and what to change"
+    text = "sample the starting model of a run, or a checkpoint, on its own prompts: reward, signal, what to change"
     parser = commands.add_parser("probe", help=text, description=text)
     add = parser.add_argument
     add("overrides", metavar="OVERRIDE", nargs="*", default=[], help="KEY=VALUE as for prorl train")
@@ -235,6 +240,8 @@ def add_parser(commands: Any) -> None:
     add("--prompts", metavar="N", type=int, default=8, help="prompts of each training source (default: 8)")
     add("--samples", metavar="N", type=int, help="responses per prompt (default: trainer.grpo.samples_per_prompt)")
     add("--out", metavar="DIR", type=Path, help="folder for probe.json and logs (default: RUN_DIR/probe)")
+    which = "checkpoint of RUN_DIR: newest, best or a step number (default: the starting model)"
+    add("--checkpoint", metavar="WHICH", help=which)
     parser.set_defaults(run_command=run)
 
 
@@ -247,7 +254,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--prompts {args.prompts} --samples {samples}: expected at least 1 of each")
     cfg.rollout.engines = max(1, cfg.rollout.engines // cfg.trainer.num_nodes)
     cfg.trainer.num_nodes = 1
-    found = probe(cfg, args.out or Path(cfg.run_dir) / "probe", args.prompts, samples)
+    found = probe(cfg, args.out or Path(cfg.run_dir) / "probe", args.prompts, samples, args.checkpoint)
     sys.stdout.write(table(found))
     return 0
 

@@ -10,6 +10,7 @@ import signal
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -83,12 +84,15 @@ def evaluate(options: EvaluationOptions) -> EvaluationResults:
 
     with locked(options.out):
         exported = (options.out / "model").exists()
-        model = served or models.open_model(path, options.out, options.checkpoint)
+        model = served or models.draft(path, options.out, options.checkpoint)
         benchmarks = [_fitting(one, model) for one in options.benchmarks]
         cfg = _fitted(configuration(options, model.folder), model, benchmarks)
-        manifest = manifest_of(
-            cfg, model, benchmarks, records, seed=options.seed, data=options.data, limit=options.limit, known=known
-        )
+        entries = partial(manifest_of, seed=options.seed, data=options.data, limit=options.limit, known=known)
+        merged(options.out, entries(cfg, model, benchmarks, records), benchmarks, known)  # refuses before the export
+        if served is None:
+            model = models.open_model(path, options.out, options.checkpoint)
+            cfg.pretrained_checkpoint.restore_from_path = str(model.folder)
+        manifest = entries(cfg, model, benchmarks, records)
         try:
             if options.expected is not None:
                 check_expected(manifest, options.expected)

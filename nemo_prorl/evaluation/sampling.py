@@ -57,9 +57,10 @@ def plan(parts: Sequence[BenchmarkWork], source: ResponseSource | None) -> list[
     """
     prompts = []
     for benchmark, store, records in parts:
+        rooms: list[int | None] = []
         for record in records:
             if source is not None:
-                source.check(record, benchmark.sampling)
+                rooms.append(source.check(record, benchmark.sampling))
             prompt = PromptWork(store, benchmark.sampling, record)
             for sample in range(benchmark.sampling.samples):
                 verdict = store.verdicts.get((record["id"], sample))
@@ -68,7 +69,21 @@ def plan(parts: Sequence[BenchmarkWork], source: ResponseSource | None) -> list[
                 elif verdict is None or verdict["score"] is None:
                     prompt.to_judge.append(sample)
             prompts.append(prompt)
+        _warn_of_full_contexts(benchmark, rooms)
     return prompts
+
+
+def _warn_of_full_contexts(benchmark: Benchmark, rooms: Sequence[int | None]) -> None:
+    """Warn if prompts take so much of the context that responses end before their limit."""
+    sampling = benchmark.sampling
+    wanted = min(sampling.max_response or sampling.context, sampling.context // 2)
+    if short := [room for room in rooms if room is not None and room < wanted]:
+        _log.warning(
+            "%s: %d of %d prompts leave fewer than %d tokens to a response, the longest %d, with --context %d; longer"
+            " responses are cut off and count as wrong. Fix: a larger --context, at most the model's, or shorter"
+            " prompts (prorl data prepare --tokenizer MODEL --max-prompt-tokens N)",
+            *(benchmark.name, len(short), len(rooms), wanted, min(short), sampling.context),
+        )
 
 
 async def sample_and_judge(

@@ -46,8 +46,8 @@ class ResponseSource(Protocol):
     def generated_tokens(self) -> int:
         """Return the number of tokens generated so far, unfinished responses included; 0 if the number is not known."""
 
-    def check(self, record: Mapping[str, Any], sampling: Sampling) -> None:
-        """Raise DataError if the prompt leaves no room for a response in the context."""
+    def check(self, record: Mapping[str, Any], sampling: Sampling) -> int | None:
+        """Return the most tokens of a response to the prompt, None if not known; DataError if there is no room."""
 
     async def generate(
         self, record: Mapping[str, Any], sampling: Sampling, seeds: Sequence[int], on_reply: OnReply
@@ -85,8 +85,8 @@ class LocalEngines:
         """Connect to the engines that announce themselves in the folder `endpoints`.  Call it before `generate`."""
         self._pool = EnginePool(endpoints, token, engines, self._per_engine)
 
-    def check(self, record: Mapping[str, Any], sampling: Sampling) -> None:
-        self.request(record, sampling)
+    def check(self, record: Mapping[str, Any], sampling: Sampling) -> int | None:
+        return self.request(record, sampling)[1].max_tokens
 
     def request(self, record: Mapping[str, Any], sampling: Sampling) -> tuple[list[int], SamplingParams]:
         """Return the prompt's token ids and the sampling parameters.
@@ -151,8 +151,9 @@ class ServedModel:
         self._room = asyncio.Semaphore(max_concurrent)
         self.generated_tokens = 0
 
-    def check(self, record: Mapping[str, Any], sampling: Sampling) -> None:
+    def check(self, record: Mapping[str, Any], sampling: Sampling) -> int | None:
         self._body(record, sampling, 0)
+        return None
 
     def _body(self, record: Mapping[str, Any], sampling: Sampling, seed: int) -> dict[str, Any]:
         body: dict[str, Any] = {"model": self._name, "temperature": sampling.temperature, "top_p": sampling.top_p}

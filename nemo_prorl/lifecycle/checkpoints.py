@@ -23,8 +23,7 @@ from nemo_prorl.lifecycle import retention
 from nemo_prorl.lifecycle.resets import Resets
 from nemo_prorl.lifecycle.run_records import Records, code_sha256
 from nemo_prorl.lifecycle.validation import Validation
-from nemo_prorl.own_functions import sources
-from nemo_prorl.rewards.functions import places
+from nemo_prorl.rewards.functions import changed_code, code_of
 from nemo_prorl.schema import Sha256
 from nemo_prorl.tracing import RECORDER
 
@@ -91,10 +90,7 @@ class Checkpoints:
         self.disk = self.leader.only(lambda: self.folder)
         self.saved: object = None  # key of the newest checkpoint
         code_sha256()  # hash of the running code: the files may change later
-        grpo = self.cfg.trainer.grpo
-        rules = self.cfg.trainer.resets.rules.asks
-        own = [*places(self.cfg.rewards.functions), grpo.loss, grpo.advantage, *rules]
-        self.functions = {name: value for place in own for name, value in sources(place).items()}
+        self.functions = code_of(self.cfg)
 
     # --- resume and start of a stage -----------------------------------------------------------------------------
 
@@ -116,11 +112,10 @@ class Checkpoints:
             self.records.alarm(
                 state["step"], "this code differs from the code that wrote the checkpoint; results may differ"
             )
-        for file, digest in state.get("functions", {}).items():
-            if self.functions.get(file, digest) != digest:
-                self.records.alarm(
-                    state["step"], f"{file} was changed after the checkpoint: later steps follow another rule"
-                )
+        for file in changed_code(state.get("functions", {}), self.functions):
+            self.records.alarm(
+                state["step"], f"{file} was changed after the checkpoint: later steps follow another rule"
+            )
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Load the policy and all parts as they were, also in a run that trains; return the state."""

@@ -5,12 +5,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nemo_prorl.errors import UNJUDGED
 from nemo_prorl.metrics import Metrics
 
 _SPAN = 10  # steps whose mean entropy is compared, the run's first with its last
 _COLLAPSED = 0.3  # share of the first entropy, as in `trainer.resets.rules.entropy_share`
 _NOISE = 0.8  # share of responses without an end that a model without skill writes
-UNJUDGED = "Fix: mend the reward function (docs/howto/reward_function.md) or the reward server, and start again"
 
 
 def diagnosis(metrics: Metrics, past: Sequence[Mapping[str, Any]], responses: Sequence[Mapping[str, Any]]) -> str:

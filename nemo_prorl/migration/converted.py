@@ -49,13 +49,23 @@ class Converted:
         """Return the value of a setting of the other trainer, and remove the setting from `rest`."""
         return self.rest.pop(key, default)
 
-    def choose(self, ours: str, key: str, value: Any, known: Mapping[str, str], nearest: str) -> None:
-        """Set `ours` to this project's name for the method `value` of the other trainer, or to the `nearest`."""
+    def choose(
+        self, ours: str, key: str, value: Any, known: Mapping[str, str], nearest: str, is_near: bool = False
+    ) -> None:
+        """Set `ours` to this project's name for the method `value` of the other trainer.
+
+        Args:
+            nearest: value for a method without a name here.  The user must set it unless `is_near`; rules read it.
+        """
         if ours in self.unknown:
             return
         self.overrides[ours] = known.get(str(value), nearest)
         if str(value) not in known:
-            self.differs.append(f"{key}={value} has no counterpart; {ours}={nearest} is set in its place")
+            text = f"{key}={value} has no counterpart"
+            if is_near:
+                self.differs.append(f"{text}; {ours}={nearest} is set in its place")
+            else:
+                self.unknown[ours] = f"{text} here; {nearest} is what comes nearest"
 
 
 def tell_unused(made: Converted, keys: Mapping[str, Any], why: str) -> None:
@@ -168,6 +178,26 @@ def set_validation(made: Converted, samples: Any, temperature: Any, top_p: Any) 
     made.overrides = known | made.overrides
     told = ", ".join(f"{key}={made.overrides[key]:g}" for key in known if key not in made.unknown)
     made.notes.append(f"validations sample as the evaluations there: {told}")
+
+
+def tell_layout(made: Converted, what: str, keys: Mapping[str, Any]) -> None:
+    """Tell that the sizes which decide how a model lies on the GPUs must be chosen here.
+
+    Args:
+        what: shards the weights there; empty if the file has sizes of Megatron, which are those here.
+        keys: {key: value} of the file's settings for it; those that switch something off count as needless.
+    """
+    is_off = {key: value is not True and value in (False, None, 1, -1) for key, value in keys.items()}
+    made.needless += [f"{key}={value}" for key, value in keys.items() if is_off[key]]
+    used = ", ".join(f"{key}={value}" for key, value in keys.items() if not is_off[key])
+    if not (used or what):
+        return
+    made.notes.append(
+        f"layout{f' ({used})' if used else ''}: {f'{what} shards the weights over the GPUs; ' if what else ''}here only"
+        " the optimizer is sharded by itself, nothing is offloaded, and a sequence lies on the GPUs of one"
+        " tensor-parallel group: choose model.tensor_model_parallel_size, model.pipeline_model_parallel_size,"
+        " rollout.tensor_parallel_size and rollout.engines so that the memory of `prorl plan` fits"
+    )
 
 
 def tell_constant(made: Converted, key: str, value: Any, length: str) -> None:

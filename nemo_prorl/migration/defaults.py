@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from nemo_prorl.errors import ConfigError
 from nemo_prorl.migration.files import BASE, TABLE_BASE
 from nemo_prorl.migration.names import table
 from nemo_prorl.migration.shell import UNREAD, Absent
@@ -14,25 +15,30 @@ _CODE = "grpo.", "loss_fn."  # sections for which NeMo-RL's code has the default
 def defaults(trainer: str, named: Mapping[str, Any]) -> dict[str, Any]:
     """Return {key: value} for what a file and its bases leave out; what NeMo-RL needs and has nowhere is `Absent`.
 
-    NeMo-RL takes the table's file only where `defaults` of the file, or its script, name it.
+    NeMo-RL takes the table's file only where `defaults` of the file, or its script, name it.  Raises ConfigError if
+    another file that these name is missing.
     """
     whole: dict[str, Any] = table(trainer)["defaults"]
+    if trainer != "nemo_rl":
+        return whole
     bases = [str(one) for one in named.get(BASE, [])]
     missing = [one for one in bases if not one.endswith(TABLE_BASE)]
     missing += [key.removeprefix(UNREAD) for key in named if key.startswith(UNREAD) and key.endswith((".yaml", ".yml"))]
-    if trainer != "nemo_rl" or (bases and not missing):
+    if missing:
+        raise ConfigError(
+            f"{BASE}={missing[0]}: this file is missing, and any number may be in it. Fix: put it where the name"
+            " says, and convert again"
+        )
+    if bases:
         return whole
-    own = {} if missing else table(trainer)["code"]
+    own = table(trainer)["code"]
     is_on = named.get(f"{_MEGATRON}.enabled", any(key.startswith(f"{_MEGATRON}.optimizer.") for key in named))
     off = ("policy.optimizer", "policy.scheduler") if is_on else (_MEGATRON,)  # keys of the other back end
-    where = (
-        f"may be in {', '.join(missing)}, which is missing" if missing else "is in no file, and NeMo-RL has no default"
-    )
     absent = {
-        key: Absent(where)
+        key: Absent("is in no file, and NeMo-RL has no default")
         for key, value in whole.items()
         if key not in own and not key.startswith(off) and not any(one.startswith(f"{key}.") for one in named)
-        if missing or (value is not None and not key.startswith(_CODE))
+        if value is not None and not key.startswith(_CODE)
     }
     return {**whole, **own, **absent, f"{_MEGATRON}.enabled": is_on}
 

@@ -42,9 +42,9 @@ _MORE = {  # short and common forms
 
 @functools.cache
 def table(trainer: str) -> dict[str, Any]:
-    """Return the table of a trainer: its file, with `aliases` empty if the file has none."""
+    """Return the table of a trainer: its file, with `aliases` and `decides` empty if the file has none."""
     found: dict[str, Any] = yaml.safe_load((files(__package__) / f"{trainer}.yaml").read_text(encoding="utf-8"))
-    return {"aliases": {}, **found}
+    return {"aliases": {}, "decides": [], **found}
 
 
 @functools.cache

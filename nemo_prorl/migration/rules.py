@@ -127,7 +127,8 @@ def _plain(value: Any) -> Any:
 def _is_usable(theirs: str, ours: str, value: Any, made: Converted) -> bool:
     if ours in _PERIODS | {STEPS} and isinstance(value, int | float) and value < 1:
         means = f"is a share of all steps: set {ours}" if value > 0 else f"means never; here {ours} keeps its own value"
-        made.notes += [f"{theirs}={value} {means}"] if ours != STEPS else []  # the epochs decide
+        default = "" if theirs in made.given else " (the default)"
+        made.notes += [f"{theirs}={value}{default} {means}"] if ours != STEPS else []  # the epochs decide
         return False
     if theirs == "grpo.max_num_steps" and value is not None and value >= _NO_LIMIT:
         return False  # the epochs end the run
@@ -202,6 +203,8 @@ def _sort_neutral(made: Converted, named: Mapping[str, Any], tables: Mapping[str
             made.unknown[key] = f"{key}={value} has no value here; unless it is {same[0]}: {text}"
         elif value in same:
             made.needless += [f"{key}={value}"] if key in named else []
+        elif key in tables["decides"]:
+            made.unknown[f"{key}={str(value)[:60]}"] = text
         else:
             made.differs.append(f"{key}={str(value)[:60]}{'' if key in named else ' (the default)'}: {text}")
 

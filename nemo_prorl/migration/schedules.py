@@ -106,7 +106,8 @@ def _options(made: Converted, key: str) -> dict[str, Any]:
 
 def _set_course(made: Converted, key: str, kind: Any, known: Mapping[str, str], min_lr: Any) -> None:
     """Set the course of the learning rate after the warm-up; `key`, `kind`: the other trainer's key and value."""
-    made.choose(f"{SCHED}.name", key, kind, known, _NEAREST.get(str(kind), "constant"))
+    is_near = str(kind) in _NEAREST
+    made.choose(f"{SCHED}.name", key, kind, known, _NEAREST.get(str(kind), "constant"), is_near=is_near)
     if made.overrides.get(f"{SCHED}.name", "constant") != "constant":
         made.overrides[f"{SCHED}.min_lr"] = min_lr
 

@@ -33,7 +33,8 @@ _OTHERS = {  # commands with options of their own
     "gsutil", "conda", "tensorboard", "mkdir", "cp", "module", "kubectl", "nvidia-smi", "modal",
 }  # fmt: skip
 LAUNCH = {"num_processes", "nproc_per_node", "nnodes", "num_machines", "num_gpus", "num_nodes", "config_file"}
-_PREFIXES = ("then", "do", "else", "{", "export", "declare", "local", "readonly")
+_STARTERS = {"ray", "srun", "scontrol"}  # without a program of Python, they start no trainer
+_PREFIXES = ("then", "do", "{", "export", "declare", "local", "readonly")
 _OPEN, _CLOSED = ("if", "for", "while", "until", "case"), ("fi", "done", "esac")
 _BRACKETS = {"(": ")", "$(": ")", "${": "}", "[[": "]]"}
 # A part of a line that is not divided: a quotation, an escaped character, a bracket, a separator.
@@ -70,6 +71,45 @@ class Command(NamedTuple):
     launcher: list[tuple[str, Any]]
     settings: list[tuple[str, Any]]
     text: str | None = None
+
+
+class _Branch(NamedTuple):
+    """A branch of an `if`; another block of commands counts as one that may run.
+
+    Attributes:
+        runs: whether it runs; None: unknown.
+        is_decided: whether an earlier branch, or this one, runs for certain; None: unknown.
+    """
+
+    runs: bool | None
+    is_decided: bool | None = False
+
+    def following(self, outcome: bool | None) -> "_Branch":
+        """Return the branch behind this one, whose condition has this outcome."""
+        decided = True if self.runs or self.is_decided else None if self.runs is None else self.is_decided
+        runs = False if decided or outcome is False else None if decided is None else outcome
+        return _Branch(runs, decided)
+
+
+def _outcome(words: list[str]) -> bool | None:
+    """Return the outcome of a condition such as `[[ a == b ]]`; None if it does not follow from the script."""
+    if words[:1] == ["!"]:
+        found = _outcome(words[1:])
+        return None if found is None else not found
+    if any(_UNKNOWN in word for word in words):
+        return None
+    if words in (["true"], ["false"]):
+        return words == ["true"]
+    if len(words) < 2 or (words[0], words[-1]) not in (("[", "]"), ("[[", "]]")):
+        return None
+    match words[1:-1]:
+        case ["-n" | "-z" as test, text]:
+            return (text != "") == (test == "-n")
+        case [left, "=" | "==" | "!=" as test, right] if not re.search(r"[*?\[]", right):
+            return (left == right) == (test != "!=")
+        case [left, "-eq" | "-ne" as test, right] if re.fullmatch(r"-?\d+ -?\d+", f"{left} {right}"):
+            return (int(left) == int(right)) == (test == "-eq")
+    return None
 
 
 class Script:
@@ -111,19 +151,27 @@ class Script:
         return "\n".join(kept) + "\n"
 
     def _of_lines(self, lines: list[str]) -> Iterator[Command]:
-        depth, begun = 0, 0
+        branches, begun = list[_Branch](), 0
         for end in range(1, len(lines) + 1):
+            runs = [branch.runs for branch in branches]
+            arrays = dict(self._arrays) if False in runs else self._arrays  # what does not run sets nothing
             try:
-                commands = _commands("\n".join(lines[begun:end]), self._known, self._arrays, is_certain=depth == 0)
+                commands = _commands("\n".join(lines[begun:end]), self._known, arrays, is_certain=all(runs))
             except ValueError:  # an open quotation or bracket: the next line belongs to it
                 continue
             begun = end
             for words in commands:
-                depth += words[0] in _OPEN
-                depth -= sum(word in _CLOSED for word in words)
+                if words[0] in _OPEN:
+                    branches.append(_Branch(_outcome(words[1:]) if words[0] == "if" else None))
+                elif words[0] in ("elif", "else") and branches:
+                    branches[-1] = branches[-1].following(True if words[0] == "else" else _outcome(words[1:]))
+                del branches[max(0, len(branches) - sum(word in _CLOSED for word in words)) :]
+                runs = [branch.runs for branch in branches]
+                if False in runs:
+                    continue
                 while words and (words[0] in _PREFIXES or re.fullmatch(r"-[a-zA-Z]", words[0])):  # export, declare -i
                     words = words[1:]
-                yield from self._of_command(words, is_certain=depth == 0)
+                yield from self._of_command(words, is_certain=all(runs))
         if begun < len(lines):
             yield from self._of_lines(lines[begun + 1 :])
 
@@ -181,8 +229,15 @@ def _lines(text: str) -> list[str]:
     except ValueError:  # an open quotation or bracket
         return text.splitlines()
     lines: list[str] = []
-    for (_, before), (joined, part) in zip([("", ""), *parts], parts, strict=False):
-        part = re.sub(r"^\s*((then|else|do)\b\s*)*", "", part)
+    for (_, before), (joined, part), (following, _) in zip(
+        [("", ""), *parts], parts, [*parts[1:], ("", "")], strict=False
+    ):
+        part = re.sub(r"^\s*((then|do)\b\s*)*", "", part)
+        if re.match(r"else\b", part):
+            lines.append("else")
+            part = part[len("else") :].lstrip()
+        if following in ("&&", "||"):  # the condition has another half
+            part = re.sub(r"^((el)?if)\b.*", r"\1 :", part, flags=re.S)
         decides = joined == "||" or (joined == "&&" and _TEST.match(before))
         lines += ["if :", *part.splitlines(), "fi"] if decides else part.splitlines()
     return lines
@@ -239,7 +294,7 @@ def _command(words: list[str], document: str | None) -> Command | None:
     start = min([*modules[:1], *files[:1]], default=pythons[0] if pythons else -1)
     if start < 0:
         settings = list(_of_words(words))
-        is_trainer = words[0] != "ray" and any(not key.startswith((UNREAD, PASSED_ON)) for key, _ in settings)
+        is_trainer = not _STARTERS & set(words) and any(not key.startswith((UNREAD, PASSED_ON)) for key, _ in settings)
         return Command(None, [], settings) if is_trainer else None
     is_module = start in modules
     launcher = [pair for pair in _of_words(words[:start]) if pair[0] in LAUNCH]
@@ -304,7 +359,10 @@ def _of_words(words: list[str]) -> Iterator[tuple[str, Any]]:
         if override:
             yield override[1], _value(override[2])
         elif word.startswith("~") or (_UNKNOWN in word and not word.startswith("-") and "=" not in word):
-            yield f"{UNREAD}{word.replace(_UNKNOWN, '')}", "what it sets or deletes has no value here"
+            yield (
+                f"{UNREAD}{word.replace(_UNKNOWN, '')}",
+                "what it sets or deletes has no value here, and may be any number here: write its words in its place",
+            )
         elif match := _ASSIGNMENT.fullmatch(word):  # a group of Hydra, such as model_engine=megatron
             yield match[1], _value(match[3])
         elif word.startswith("--"):

@@ -34,13 +34,12 @@ from nemo_prorl.migration.converted import (
     tell_constant,
     tell_data,
     tell_k1,
+    tell_layout,
     tell_token_weights,
     tell_unused,
 )
-from nemo_prorl.migration.files import BASE, TABLE_BASE
-from nemo_prorl.migration.names import table
+from nemo_prorl.migration.nemo_rl import nemo_rl
 from nemo_prorl.migration.schedules import (
-    nemo_rl_schedule,
     openrlhf_schedule,
     verl_schedule,
 )
@@ -68,6 +67,8 @@ def _verl(made: Converted) -> None:
     _verl_sampling(made)
     _verl_correction(made)
     _verl_rewards(made)
+    set_validation(made, 1, 0, 1)  # the defaults of val_kwargs
+    _verl_layout(made, actor)
     _verl_loggers(made)
     if made.rest.get("actor_rollout_ref.rollout.name") == "vllm":
         made.needless.append(f"actor_rollout_ref.rollout.name={take('actor_rollout_ref.rollout.name')}")
@@ -82,7 +83,8 @@ def _verl_advantage(made: Converted) -> None:
     known |= {"grpo": "mean_only", "grpo_vectorized": "mean_only"} if by_std is False else {}
     if kind in known and "algorithm.gamma" in made.rest:  # only gae and reinforce_plus_plus discount
         tell_unused(made, {"algorithm.gamma": take("algorithm.gamma")}, f"with adv_estimator={kind}")
-    made.choose(ADVANTAGE, "algorithm.adv_estimator", kind, known, "group_norm")
+    nearest = "reinforce_pp_baseline" if kind == "reinforce_plus_plus" else "group_norm"
+    made.choose(ADVANTAGE, "algorithm.adv_estimator", kind, known, nearest)
     tell_token_weights(made, f"algorithm.adv_estimator={kind}")
 
 
@@ -93,8 +95,9 @@ def _verl_loss(made: Converted, actor: str) -> None:
     tell_cispo(made, f"policy_loss.loss_mode={kind}")
     if kind in ("gspo", "cispo"):
         made.overrides[DUAL_CLIP] = None  # clip_ratio_c has no effect there
-    if kind == "gspo" and mode != "seq-mean-token-mean":
-        made.notes.append(f"loss_agg_mode={mode} has no effect there with loss_mode=gspo, which averages responses")
+    if kind in ("gspo", "sapo", "geo_mean") and mode != "seq-mean-token-mean":
+        text = f"{actor}.loss_agg_mode={mode} has no effect there with loss_mode={kind}, which averages responses"
+        made.notes.append(text)
         mode = "seq-mean-token-mean"
     if mode == "token-mean":
         mode = _mean_of_micro_batches(made, actor)
@@ -108,6 +111,14 @@ def _verl_loss(made: Converted, actor: str) -> None:
         )
     else:
         tell_constant(made, "loss_agg_mode", mode, "data.max_response_length" if factor is None else str(factor))
+    if mode == "seq-mean-token-sum-norm":
+        size = made.overrides.get("model.micro_batch_size", "ppo_micro_batch_size_per_gpu")
+        varies = made.rest.get(f"{actor}.use_dynamic_bsz")
+        made.differs.append(
+            f"loss_agg_mode={mode}: the responses of a micro-batch are added there, not averaged, so the loss with its"
+            " KL term has one more factor: "
+            + ("a response's is their number, which use_dynamic_bsz changes" if varies else f"their number, {size}")
+        )
     if factor is not None and mode != "seq-mean-token-sum-norm":
         made.notes.append(f"loss_scale_factor={factor} has no effect there with loss_agg_mode={mode}")
 
@@ -131,10 +142,16 @@ def _verl_sampling(made: Converted) -> None:
     take = made.take
     tokens, penalty = take("overlong_buffer_cfg.len"), take("overlong_buffer_cfg.penalty_factor")
     if take("overlong_buffer_cfg.enable"):
-        made.overrides |= {f"{GRPO}.shaping.overlong_tokens": tokens, f"{GRPO}.shaping.overlong_penalty": penalty}
+        is_own = any("custom_reward_function" in key and key.endswith(".path") for key in made.rest)
+        share = penalty if is_own or penalty is None else penalty / 2
+        made.overrides |= {f"{GRPO}.shaping.overlong_tokens": tokens, f"{GRPO}.shaping.overlong_penalty": share}
         made.differs.append(
-            f"overlong_buffer_cfg.penalty_factor={penalty}: verl's DAPO rewards are 1 and -1, those here 1 and 0: half"
-            " of the penalty weighs the same"
+            f"overlong_buffer_cfg.penalty_factor={penalty}: "
+            + (
+                "the same is set; if the script's own rewards are not 1 and 0, divide it by their distance"
+                if is_own
+                else f"verl's DAPO rewards are 1 and -1, those here 1 and 0: half of it, {share}, weighs the same"
+            )
         )
     drawn, batches = take("data.gen_batch_size"), take("algorithm.filter_groups.max_num_gen_batches")
     made.drawn = drawn
@@ -158,6 +175,7 @@ def _verl_kl(made: Converted, actor: str) -> None:
     in_loss, coefficient, kind = take(f"{actor}.use_kl_loss"), take(of_loss), take(f"{actor}.kl_loss_type")
     in_rewards, other = take("algorithm.use_kl_in_reward"), take(of_rewards)
     estimators = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+    of_gradient = dict.fromkeys(("kl+", "k1+", "low_var_kl+", "k3+", "abs+"), "k2")  # +: it has the gradient of k2
     if not in_loss:
         tell_unused(made, {of_loss: coefficient}, f"without {actor}.use_kl_loss")
     if not in_rewards:
@@ -172,7 +190,7 @@ def _verl_kl(made: Converted, actor: str) -> None:
     if in_rewards:
         made.differs.append("algorithm.use_kl_in_reward beside use_kl_loss: only the term of the loss is set")
     made.overrides[KL] = coefficient if in_loss else 0
-    made.choose(ESTIMATOR, "kl_loss_type", kind, estimators, "k2")
+    made.choose(ESTIMATOR, "kl_loss_type", kind, estimators | of_gradient, "k2", is_near=not made.overrides[KL])
     tell_k1(made, f"kl_loss_type={kind}")
 
 
@@ -186,11 +204,49 @@ def _verl_correction(made: Converted) -> None:
             "rollout_is with gspo: a token's weight is for its own gradient there, for its response's here"
         )
     if mask is not None:
-        made.unknown[f"{CORRECTION}.kind"] = f"{prefix}_rs={mask}, {prefix}_rs_threshold={bounds}: see the methods here"
+        _verl_mask(made, f"{prefix}_rs={mask}, {prefix}_rs_threshold={bounds}", str(mask), bounds, kind)
     elif kind is None:
         set_correction(made, f"{prefix}_is", "none", None, None)
     else:
         set_correction(made, f"{prefix}_is={kind}", "tis" if kind == "token" else "sequence_tis", None, cap)
+
+
+def _verl_mask(made: Converted, told: str, mask: str, bounds: Any, weights: Any) -> None:
+    """Set the mask of responses whose mean ratio is out of bounds; leave others to the user, with what comes nearest.
+
+    Args:
+        mask: value of `rollout_rs`; `seq_mean_k1`, or `geometric` of verl 0.6, bounds the geometric mean of the ratios.
+        weights: value of `rollout_is`; None: a response that is kept has the weight 1, as here.
+    """
+    least = made.take("algorithm.rollout_correction.rollout_rs_threshold_lower")
+    parts = [float(part) for part in re.findall(r"[\d.]+(?:e-?\d+)?", str(bounds))]
+    nearest = {"seq_mean_k1": "sequence_mask", "geometric": "sequence_mask", "sequence": "sequence_mask"}
+    nearest |= {"seq_sum_k1": "sequence_mask", "token_k1": "icepop", "token": "icepop"}
+    kind = nearest.get(mask)
+    if kind is None or len(parts) not in (1, 2) or 0 in parts:
+        made.unknown[f"{CORRECTION}.kind"] = f"{told}: this mask has no counterpart; none leaves it out"
+        return
+    floor, cap = parts if len(parts) == 2 else (float(least or 1 / parts[0]), parts[0])
+    if mask.endswith("k1"):  # its ratio is the engine's probability by the trainer's
+        floor, cap = 1 / cap, 1 / floor
+    set_ = {f"{CORRECTION}.kind": kind, f"{CORRECTION}.cap": cap, f"{CORRECTION}.floor": floor}
+    if weights is None and mask in ("seq_mean_k1", "geometric"):
+        made.overrides |= set_
+        made.differs.append(f"{told}: the loss's mean leaves out a masked response there; here its tokens count as 0")
+        return
+    values = ", ".join(f"{key}={value if isinstance(value, str) else f'{value:g}'}" for key, value in set_.items())
+    also = "" if weights is None else f", without the weights of rollout_is={weights}"
+    made.unknown[f"{CORRECTION}.kind"] = f"{told} has no counterpart here; {values}{also} is what comes nearest"
+
+
+def _verl_layout(made: Converted, actor: str) -> None:
+    """Tell that the layout must be chosen; sizes of Megatron in the file are those here."""
+    ends = "fsdp_size", "param_offload", "optimizer_offload", "grad_offload", "sequence_parallel_size"
+    keys = [key for key in made.rest if key.startswith("actor_rollout_ref.")]
+    keys = [key for key in keys if key.endswith((*ends, "context_parallel_size"))]
+    has_megatron = "megatron" in str(made.rest.get(f"{actor}.strategy"))
+    has_megatron |= any(key.startswith(f"{actor}.megatron.") for key in made.given)
+    tell_layout(made, "" if has_megatron else "verl's FSDP", {key: made.take(key) for key in keys})
 
 
 def _verl_older_correction(made: Converted) -> tuple[Any, Any] | None:
@@ -221,148 +277,6 @@ def _verl_rewards(made: Converted) -> None:
             " rewards.functions.TASK=FILE.py:score, where score(prompt, response, truth) calls"
             f" {name} (docs/howto/reward_function.md)"
         )
-
-
-def _nemo_rl(made: Converted) -> None:
-    take = made.take
-    for base in take(BASE, []):
-        if str(base).endswith(TABLE_BASE):
-            made.notes.append(f"defaults={base} is not beside the file: {table('nemo_rl')['source']} takes its place")
-        else:
-            made.unknown[f"{BASE}={base}"] = "this file is missing: put it where the name says, and convert again"
-    _nemo_rl_optimizer(made)
-    set_clip(made, take("loss_fn.ratio_clip_min"), made.overrides.get(f"{GRPO}.clip_high"))
-    made.overrides[ENTROPY] = 0
-    made.overrides[AGGREGATION] = "token" if take("loss_fn.token_level_loss") else "sequence"
-    of_responses, is_cispo = take("loss_fn.sequence_level_importance_ratios"), take("loss_fn.use_cispo")
-    made.overrides[LOSS] = "gspo" if of_responses else "cispo" if is_cispo else "clip"
-    tell_cispo(made, "loss_fn.use_cispo")
-    _nemo_rl_advantage(made)
-    whole = take("policy.train_global_batch_size")
-    if whole is not None:
-        set_updates(made, whole, "train_global_batch_size")
-    _nemo_rl_correction(made)
-    batches, multiplier = take("grpo.dynamic_sampling_max_gen_batches"), take("grpo.batch_multiplier")
-    set_draws(made, (batches or 0) * (multiplier or 1))
-    if made.overrides.get(f"{SAMPLING}.enabled") and PROMPTS in made.overrides:
-        made.drawn = made.overrides[PROMPTS] * (multiplier or 1)
-    _nemo_rl_shaping(made)
-    _nemo_rl_kl(made)
-    if str(take("policy.precision")) == "bfloat16":
-        set_bf16(made)
-    if made.rest.get("logger.wandb_enabled"):
-        set_wandb(made, take("logger.wandb.project"))
-    tell_data(made, *[key for key in made.rest if key.endswith((".dataset_name", ".data_path"))])
-
-
-def _nemo_rl_kl(made: Converted) -> None:
-    key, coefficient, estimator = "loss_fn.use_kl_in_reward", made.overrides.get(KL), made.overrides.get(ESTIMATOR)
-    in_rewards = made.rest.get(key) is True and made.take(key)
-    if in_rewards and made.overrides.get(ADVANTAGE) == "reinforce_pp_baseline":
-        set_kl_of_rewards(made, key, coefficient, str(estimator), is_scaled=True, is_summed=False)
-    elif in_rewards and coefficient:  # grpo's advantages leave it out
-        made.overrides[KL] = 0
-        made.differs.append(f"{key}: only adv_estimator.name=reinforce_plus_plus subtracts the KL there: {KL}=0 is set")
-    elif coefficient:
-        made.differs.append(
-            "reference_policy_kl_penalty: the gradient of the KL term also weighs tokens by their probability there"
-            " (arXiv 2506.09477)"
-        )
-
-
-def _nemo_rl_correction(made: Converted) -> None:
-    take = made.take
-    method, key = take("loss_fn.truncated_importance_sampling_type"), "truncated_importance_sampling_type"
-    ratio = "loss_fn.truncated_importance_sampling_ratio"
-    cap, floor = take(ratio), take(f"{ratio}_min")
-    corrects = take("loss_fn.use_importance_sampling_correction")
-    set_correction(made, f"{key}={method}", str(method or "tis") if corrects else "none", floor, cap)
-    if corrects and made.overrides[LOSS] == "gspo":
-        made.differs.append(
-            f"{key}={method}: with sequence_level_importance_ratios the ratio is the product over the response there"
-        )
-
-
-def _nemo_rl_shaping(made: Converted) -> None:
-    lengths = "overlong_buffer_length", "overlong_buffer_penalty", "max_response_length"
-    keys = "enabled", *lengths, "stop_properly_penalty_coef"
-    shaping = {key: made.take(f"grpo.reward_shaping.{key}") for key in keys}
-    if shaping["enabled"]:
-        factor = shaping["stop_properly_penalty_coef"]
-        if factor is not None:  # NeMo-RL then leaves the other penalty out
-            made.overrides[f"{GRPO}.unfinished_factor"] = factor
-        else:
-            made.overrides[f"{GRPO}.shaping.overlong_tokens"] = shaping["overlong_buffer_length"]
-            made.overrides[f"{GRPO}.shaping.overlong_penalty"] = shaping["overlong_buffer_penalty"]
-            if shaping["max_response_length"] not in (None, made.overrides.get(RESPONSE)):
-                made.differs.append(
-                    f"grpo.reward_shaping.max_response_length={shaping['max_response_length']}: the penalty ends there;"
-                    " here it ends at the longest response"
-                )
-
-
-_ADAMW = (".lr", ".weight_decay", ".betas", ".eps", ".foreach", ".fused", ".amsgrad")  # arguments of the optimizer
-
-
-def _nemo_rl_optimizer(made: Converted) -> None:
-    """Set the optimizer from the keys of the back end that is on, and drop those of the other one."""
-    has_megatron = made.take("policy.megatron_cfg.enabled")
-    on, off = "policy.megatron_cfg", "policy.dtensor_cfg"
-    prefix = f"{on}.optimizer" if has_megatron else "policy.optimizer.kwargs"
-    own = [key for key in made.rest if key.startswith(f"{prefix}.")]
-    found = {key.rsplit(".", 1)[-1]: made.take(key) for key in own if has_megatron or key.endswith(_ADAMW)}
-    for key in [key for key in own if key in made.rest]:
-        made.misspelt[f"{key}={made.take(key)}"] = "AdamW has lr, weight_decay, betas and eps"
-    if not has_megatron and (size := made.take(f"{off}.tensor_parallel_size")) is not None:
-        made.overrides |= {"model.tensor_model_parallel_size": size, "model.pipeline_model_parallel_size": 1}
-    if made.take(f"{on if has_megatron else off}.activation_checkpointing"):
-        made.notes.append("activation_checkpointing: add +model.activations_checkpoint_granularity=full")
-    names = {"model.optim.lr": "lr", "model.optim.weight_decay": "weight_decay", "model.optim.betas": "betas"}
-    if has_megatron:
-        found["betas"] = [found.get("adam_beta1"), found.get("adam_beta2")]
-    names["model.optim.eps"] = "adam_eps" if has_megatron else "eps"
-    if has_megatron:
-        names["trainer.gradient_clip_val"] = "clip_grad"
-        decay = made.take(f"{on}.scheduler.end_weight_decay")  # Megatron's schedule sets it
-        found |= {"weight_decay": decay} if isinstance(decay, int | float) else {}
-        if (kind := found.get("optimizer", "adam")) != "adam":
-            made.differs.append(f"{prefix}.optimizer={kind}: the optimizer is AdamW here")
-    made.overrides |= {ours: found[theirs] for ours, theirs in names.items() if theirs in found}
-    nemo_rl_schedule(made, has_megatron, found.get("min_lr"))
-    unused = (off, "policy.optimizer", "policy.scheduler") if has_megatron else (on,)
-    for key in ("lr", "weight_decay"):
-        other = f"policy.optimizer.kwargs.{key}" if has_megatron else f"{on}.optimizer.{key}"
-        if other in made.given and made.rest.get(other) not in (None, found.get(key)):
-            made.notes.append(
-                f"{other}={made.rest[other]} has no effect there, because {on}.enabled={str(has_megatron).lower()}"
-            )
-    made.rest = {key: value for key, value in made.rest.items() if not key.startswith(unused)}
-
-
-def _nemo_rl_advantage(made: Converted) -> None:
-    take, own = made.take, "grpo.adv_estimator"
-    kind, minus_baseline = take(f"{own}.name"), take(f"{own}.minus_baseline")
-    options = {}
-    for key in ("normalize_rewards", "use_leave_one_out_baseline"):
-        general, special = take(f"grpo.{key}"), take(f"{own}.{key}")
-        options[key] = general if special is None else special
-    normalizes, leaves_one_out = options.values()
-    if kind == "reinforce_plus_plus" and minus_baseline:
-        made.overrides[ADVANTAGE] = "reinforce_pp_baseline"
-        tell_token_weights(made, f"{own}.name={kind}")
-    elif kind != "grpo":
-        made.choose(ADVANTAGE, f"{own}.name", kind, {}, "reinforce_pp_baseline")
-    elif normalizes:
-        made.overrides[ADVANTAGE] = "group_norm"
-        if leaves_one_out:
-            made.differs.append(
-                "use_leave_one_out_baseline with normalize_rewards: mean and std are those of the other responses"
-                " there, those of the whole group here"
-            )
-    elif leaves_one_out:
-        made.overrides[ADVANTAGE] = "leave_one_out"
-    else:
-        made.overrides[ADVANTAGE] = "mean_only"
 
 
 def _openrlhf(made: Converted) -> None:
@@ -442,6 +356,6 @@ def _openrlhf_correction(made: Converted) -> None:
 RULES: dict[str, Callable[[Converted], None]] = {
     "trl": trl,
     "verl": _verl,
-    "nemo_rl": _nemo_rl,
+    "nemo_rl": nemo_rl,
     "openrlhf": _openrlhf,
 }

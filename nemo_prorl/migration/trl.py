@@ -64,7 +64,6 @@ def trl(made: Converted) -> None:
     _trl_reference(made)
     _trl_batch(made)
     tell_updates(made, "lr_scheduler_type")
-    _trl_iterations(made)
     _trl_validation(made)
     _trl_engine(made)
     if take("use_adaptive_entropy"):
@@ -77,7 +76,7 @@ def trl(made: Converted) -> None:
     if take("bf16"):
         set_bf16(made)
     if (lora := take("peft_config")) is not None:
-        made.differs.append(f"peft_config={lora}: all weights are trained here")
+        made.unknown[f"peft_config={lora}"] = "all weights are trained here"
     if (more := take("**")) is not None:
         made.unknown[f"**{more}"] = "the settings of this mapping have no value here"
     _trl_optimizer(made)
@@ -210,27 +209,18 @@ def _trl_batch(made: Converted) -> None:
         )
 
 
-def _trl_iterations(made: Converted) -> None:
-    """Tell what `num_iterations` changes in the length of the run, and so in the schedule."""
-    times = made.rest.get("num_iterations")
-    if not isinstance(times, int | float) or times <= 1:
-        return
-    made.take("num_iterations")
-    text = f"num_iterations={times:g}: a step uses its responses once here, so that "
-    if STEPS in made.overrides | made.unknown:
-        text += f"the updates of max_steps, with the same warm-up, take {times:g} times the prompts"
-    else:
-        text += f"the prompts of as many epochs make 1 / {times:g} of the updates"
-        if warmup := made.overrides.get(_WARMUP):
-            text += f", of which the warm-up is {times:g} times the share; {_WARMUP}={-(-warmup // times):g} keeps it"
-    made.differs.append(text)
-
-
 def _trl_validation(made: Converted) -> None:
     """Set how validations sample, if the file has any: in TRL as training does."""
-    strategy = made.rest.get("eval_strategy", "steps" if VALIDATE_EVERY in made.overrides else "no")
-    if strategy not in ("no", False):  # `no` of a YAML file is False
+    strategy = made.take("eval_strategy", "no")
+    if strategy in ("no", False):  # `no` of a YAML file is False
+        every = made.overrides.pop(VALIDATE_EVERY, None)
+        given = "eval_strategy=no" if every is None else f"eval_steps={every} without eval_strategy=steps"
+        made.notes.append(f"{given}: TRL never evaluates; here {VALIDATE_EVERY} keeps its own value")
+    else:
         top_p = made.rest.get("top_p", 1)
+        if strategy == "steps" and VALIDATE_EVERY not in made.overrides | made.unknown:
+            steps = int(made.rest.get("logging_steps", 500))  # of transformers
+            made.overrides[VALIDATE_EVERY] = -(-steps // made.overrides.get(UPDATES, 1))
         set_validation(made, made.overrides.get(GROUP), made.overrides.get(f"{GRPO}.temperature"), top_p)
 
 

@@ -7,6 +7,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl.config import all_keys
 from nemo_prorl.config_changes import may_change
+from nemo_prorl.value_types import shown
 
 # Other rows of the plan show these keys and sections: machine, model, data, rewards and the link to another run.
 _ELSEWHERE = (
@@ -69,6 +70,4 @@ def rows(cfg: DictConfig) -> list[tuple[str, str]]:
 def _text(value: Any) -> str:
     if isinstance(value, list):
         return f"[{','.join(map(_text, value))}]"
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) else shown(value)

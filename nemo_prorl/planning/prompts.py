@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_prorl.config import DataConfig
-from nemo_prorl.data.render import tokenizer_fault, written
+from nemo_prorl.data.render import no_template, tokenizer_fault, written
 
 PROMPT = "PROMPT"  # stands for a record's prompt in the shown form
 
@@ -29,7 +29,7 @@ def template_fault(data: DataConfig, folder: Path) -> str | None:
     """Return that a model folder has no chat template, and the cure, if all prompts of a run go through it."""
     if data.prompt != "chat" or _template(folder) is not None:
         return None
-    return f"{folder}: the tokenizer has no chat template for data.prompt=chat. Fix: data.prompt=text, or another model"
+    return f"{folder}: {no_template('data.prompt=chat')}"
 
 
 def _through_template(messages: Any, model: str | None) -> str:

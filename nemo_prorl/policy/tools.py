@@ -28,12 +28,13 @@ _log = logging.getLogger(__name__)
 def import_hf(hf_dir: Path, out: Path) -> None:
     """Write a Hugging Face model as a checkpoint to the new folder `out`.
 
-    Raises ConfigError: `hf_dir` is not a model folder, lacks weights or holds an unsupported model, or `out` exists.
+    Raises ConfigError: `hf_dir` is not a model folder, lacks weights or tokenizer or holds an unsupported model, or
+    `out` exists.
     """
     _refuse_existing(out)
     folder = HFFolder(hf_dir)
     if fault := tokenizer_fault(folder.path) or vocabulary_fault(folder.path):
-        _log.warning("a run would refuse %s", fault)
+        raise ConfigError(fault)  # a run would refuse it
     with new_folder(out) as temporary:
         write_policy(temporary, folder, dtype_of(folder.config))
         copy_without_weights(folder.path, temporary / "hf")
@@ -66,9 +67,9 @@ def export_hf(checkpoint_dir: Path, out: Path, which: str = "newest") -> None:
         ConfigError: `checkpoint_dir` is not a checkpoint, or `out` exists.
     """
     _refuse_existing(out)
-    folder, source = _find(checkpoint_dir, which)
+    folder, source = find_checkpoint(checkpoint_dir, which)
     hf = HFFolder(source, need_weights=False)
-    write_hf_folder(out, _policy(folder, hf), hf.path, _engine_dtype(folder) or dtype_of(hf.config))
+    write_hf_folder(out, _policy(folder, hf), hf.path, engine_dtype(folder) or dtype_of(hf.config))
     _log.info("%s: wrote a Hugging Face folder with the policy of %s", out, folder)
 
 
@@ -86,7 +87,7 @@ def _policy(folder: Path, hf: HFFolder) -> Iterator[tuple[str, Tensor]]:
         )
 
 
-def _engine_dtype(folder: Path) -> torch.dtype | None:
+def engine_dtype(folder: Path) -> torch.dtype | None:
     """Return `rollout.dtype` of the run that wrote a checkpoint; None outside of a run."""
     config = folder.resolve().parent.parent / "config.yaml"
     if (folder / "hf").is_dir() or not config.is_file():
@@ -99,7 +100,7 @@ def _refuse_existing(out: Path) -> None:
         raise ConfigError(f"{out}: expected a folder that does not exist; it exists")
 
 
-def _find(path: Path, which: str) -> tuple[Path, Path]:
+def find_checkpoint(path: Path, which: str) -> tuple[Path, Path]:
     """Return (checkpoint folder, folder with config.json and tokenizer) for a checkpoint or run directory."""
     is_run = bool(complete(path / "checkpoints"))
     folder = chosen_checkpoint(path, which) if is_run else path

@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from nemo_prorl.data.hf_config import check_computed, read_config, weights_fault
+from nemo_prorl.data.hf_config import check_computed, missing_weights, read_config, weights_fault
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.files import new_folder, write_json
 
@@ -183,7 +183,7 @@ class HFFolder:
             with safe_open(file, "pt") as f:
                 self._file_of.update(dict.fromkeys(f.keys(), file))
         if need_weights and not self._file_of:
-            raise ConfigError(f"{self.path}: expected weights; got no *.safetensors file with a tensor in it")
+            raise ConfigError(missing_weights(self.path) or f"{self.path}: its *.safetensors files have no tensor")
 
     def tensor(self, name: str) -> Tensor:
         """Return a whole tensor in the file's dtype, on the CPU.  A missing tensor raises KeyError with the folder."""

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_prorl.errors import ConfigError
-from nemo_prorl.own_functions import MODULE, function_in, module_of, sha256
+from nemo_prorl.own_functions import MODULE, function_in, module_of, sha256, sources
 from nemo_prorl.rewards.interface import RewardPlugin, RewardRequest, RewardResult, WrongValue, no_answer
 
 _PARAMETERS = 3  # prompt, response, truth
@@ -75,6 +75,18 @@ def places(functions: Mapping[str, str]) -> list[str]:
 def files_of(place: str) -> list[Path]:
     """Return the files in the value of `rewards.functions.TASK`; another value has none."""
     return [Path(one.rpartition(":")[0]).absolute() for one in places({"": place})]
+
+
+def code_of(cfg: Any) -> dict[str, str]:
+    """Return `own_functions.sources` of all functions that a configuration names: rewards, loss, advantage, rules."""
+    grpo = cfg.trainer.grpo
+    own = [*places(cfg.rewards.functions), grpo.loss, grpo.advantage, *cfg.trainer.resets.rules.asks]
+    return {name: value for place in own for name, value in sources(place).items()}
+
+
+def changed_code(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Return the files and packages of two results of `code_of` that both have, with another code."""
+    return [name for name, value in before.items() if now.get(name, value) != value]
 
 
 def identity(place: str) -> str:
@@ -177,12 +189,13 @@ def _function(place: str, key: str) -> tuple[Callable[..., Any], float]:
     if inspect.iscoroutinefunction(function):
         raise ConfigError(f"{key}: `async def {match['function']}` returns no number. Fix: def {match['function']}")
     try:
+        if "completions" in inspect.signature(function).parameters:  # a third parameter would take the truth
+            fix = "Fix: docs/howto/reward_function.md#a-reward-function-of-trl"
+            raise TypeError(f"`completions` is a parameter of a reward function of TRL. {fix}")
         inspect.signature(function).bind(*range(_PARAMETERS))
         weight = float(match["weight"] or 1.0)
     except TypeError as error:
-        of_trl = "completions" in inspect.signature(function).parameters
-        fix = ". Fix: docs/howto/reward_function.md#a-reward-function-of-trl" if of_trl else ""
-        raise ConfigError(f"{key}: expected a function of (prompt, response, truth): {error}{fix}") from error
+        raise ConfigError(f"{key}: expected a function of (prompt, response, truth): {error}") from error
     except ValueError as error:
         raise ConfigError(f"{key}: expected a number as weight; got {match['weight']}") from error
     return function, weight

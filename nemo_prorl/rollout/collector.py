@@ -34,7 +34,7 @@ from nemo_prorl.config import Config
 from nemo_prorl.data.blend import Blend
 from nemo_prorl.data.render import PromptRenderer
 from nemo_prorl.deadlines import Deadline
-from nemo_prorl.errors import RewardFailure, RolloutAbandoned
+from nemo_prorl.errors import UNJUDGED, RewardFailure, RolloutAbandoned
 from nemo_prorl.rewards.canaries import CanarySchedule, ask, total
 from nemo_prorl.rewards.client import RewardClient
 from nemo_prorl.rewards.interface import Verdict
@@ -284,7 +284,7 @@ class Collector:
             raise RewardFailure(
                 f"{self._failures_in_a_row} responses in a row could not be judged, the limit of"
                 f" rewards.max_infrastructure_failures; the last: task {record['task']}, prompt {record['id']}:"
-                f" {verdict['detail']}"
+                f" {verdict['detail']}. {UNJUDGED}"
             )
         if work.second is not None:
             work.second.offer(number, request, verdict)

@@ -101,3 +101,5 @@ def test_a_model_that_the_actor_would_compute_otherwise(change: dict[str, Any], 
     with pytest.raises(ConfigError) as caught:
         model_keys({**CONFIG, **change}, "F")
     assert str(caught.value).startswith(f"F: {says}")
+    if "whole number" not in says:
+        assert "Fix: another model, of Qwen2, Qwen2.5, Qwen3 or Llama (docs/tutorial/model.md has" in str(caught.value)

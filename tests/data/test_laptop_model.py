@@ -165,7 +165,7 @@ def test_tokenizer_without_template_or_folder_is_named(folder: Path, tmp_path: P
     bare = AutoTokenizer.from_pretrained(folder)
     bare.chat_template = None
     bare.save_pretrained(tmp_path / "bare")
-    with pytest.raises(DataError, match=r"'m-1'.*not have a chat template"):
+    with pytest.raises(ConfigError, match=r"'m-1'.*no chat template, which its message list needs. Fix: add the temp"):
         PromptRenderer(tmp_path / "bare", 64).prompt_ids({"id": "m-1", "prompt": [{"role": "user", "content": "x"}]})
     with pytest.raises(ConfigError, match="no tokenizer_config.json"):
         PromptRenderer(tmp_path, 64)

@@ -1,4 +1,4 @@
-"""`--checkpoint newest, best, N` of evaluate, export-hf and the Python API, on checkpoints that a real run wrote."""
+"""`--checkpoint newest, best, N` of evaluate, export-hf, probe, Python, on checkpoints that a real run wrote."""
 
 import json
 import os
@@ -91,6 +91,20 @@ def test_what_is_exported_and_evaluated(
     assert done.returncode == 0, done.stderr
     again = json.loads((tmp_path / "by command" / "results.json").read_text())
     assert again["benchmarks"] == found["benchmarks"]
+
+
+def test_what_is_probed(run: Path, tmp_path: Path, prorl: Callable[..., "CompletedProcess[str]"]) -> None:
+    change(run, {2: 0.9, 4: 0.1})
+    out = tmp_path / "probe"
+    words = ["probe", f"run_dir={run}", "--config", str(run / "config.yaml"), "--prompts", "1", "--out", str(out)]
+    for which, step in (("best", 2), ("newest", 4), ("4", 4)):
+        done = prorl(*words, "--samples", "2", "--checkpoint", which)
+        assert done.returncode == 0, done.stderr
+        assert json.loads((out / "probe.json").read_text())["model"] == str(folder_of(run, step))
+        assert not (out / "model").exists()
+    done = prorl(*words, "--checkpoint", "bset")
+    assert done.returncode == 2
+    assert "--checkpoint=bset" in done.stderr
 
 
 @pytest.mark.parametrize("which", ["3", "bset"])

@@ -16,6 +16,8 @@ from nemo_prorl.cli import main
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import ConfigError, DataError
 from nemo_prorl.evaluation.catalogue import Sampling
+from nemo_prorl.evaluation.manifest import manifest_of
+from nemo_prorl.evaluation.models import draft
 from nemo_prorl.evaluation.run import EvaluationOptions, configuration
 from nemo_prorl.evaluation.sampling import seed_of
 from nemo_prorl.evaluation.sources import OnReply
@@ -365,18 +367,55 @@ def test_a_refused_folder_of_another_evaluation_stays_as_it_was(
     assert evaluate("out") == 0
     made = write_model(tmp_path / "made", tied=True, seed=0)
 
+    exports: list[Path] = []
+
     def exported(checkpoint: Path, into: Path) -> Path:
+        exports.append(checkpoint)
         return Path(shutil.copytree(made, into / "step-000002"))
 
+    manifests: list[Any] = []
+
+    def noted(*given: Any, **named: Any) -> Any:
+        manifests.append(manifest_of(*given, **named))
+        return manifests[-1]
+
+    monkeypatch.setattr("nemo_prorl.evaluation.run.manifest_of", noted)
     monkeypatch.setattr("nemo_prorl.evaluation.models._exported", exported)
     monkeypatch.setattr("nemo_prorl.launcher.prepare.check_node", lambda *_, **__: None)
-    (checkpoint := tmp_path / "checkpoint").mkdir()
-    (checkpoint / "state.json").write_text('{"format": 5, "step": 2}')
-    words = f"--benchmarks {tmp_path / 'mine.jsonl'} --out {tmp_path / 'out'} --limit 3 --seed 7".split()
+    shutil.copytree(made, (checkpoint := tmp_path / "checkpoint") / "hf")
+    (checkpoint / "state.json").write_text('{"format": 5, "step": 2, "weights_sha256": "a"}')
+    words = f"--benchmarks {tmp_path / 'mine.jsonl'} --out {tmp_path / 'out'} --limit 3".split()
     before = sorted((tmp_path / "out").rglob("*"))
-    assert main(["evaluate", str(checkpoint), *words]) == 2
-    assert "has another evaluation, which differs in: model checkpoint" in caplog.text
-    assert sorted((tmp_path / "out").rglob("*")) == before
+    # The server's model, another step, another seed: told without an export.  Other weights of the same step: after it.
+    for step, seed, told, count in (
+        (None, 7, "model checkpoint (there: tiny)", 0),
+        (4, 7, "model checkpoint (there: run)", 0),
+        (2, 8, "seed (there: 7). Give another folder", 0),
+        (2, 7, "model checkpoint (there: run). Give another folder", 1),
+    ):
+        if step is not None:
+            about = {"name": "run", "kind": "run", "sha256": "a", "step": step}
+            (tmp_path / "out" / "manifest.json").write_text(json.dumps(manifests[0] | {"model": about}))
+        caplog.clear()
+        assert main(["evaluate", str(checkpoint), *words, "--seed", str(seed)]) == 2
+        assert f"has another evaluation, which differs in: {told}" in caplog.text
+        assert len(exports) == count
+        assert sorted((tmp_path / "out").rglob("*")) == before
+
+
+@pytest.mark.parametrize(("dtype", "told_before"), [("float32", True), ("bfloat16", False)])
+def test_other_weights_in_float32_are_told_without_an_export(dtype: str, told_before: bool, tmp_path: Path) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    checkpoint = run / "checkpoints" / "step-000002"
+    checkpoint.mkdir(parents=True)
+    out.mkdir()
+    (checkpoint / "state.json").write_text('{"format": 5, "step": 2, "weights_sha256": "a"}')
+    write_model(run / "init", tied=True, seed=0)
+    (run / "config.yaml").write_text(OmegaConf.to_yaml(load([f"rollout.dtype={dtype}"])))
+    for sha256, known in (("a", True), ("b", not told_before)):
+        about = {"name": "other", "kind": "run", "step": 2, "sha256": "c", "weights_sha256": sha256}
+        (out / "manifest.json").write_text(json.dumps({"model": about}))
+        assert (draft(checkpoint, out, "newest").about["sha256"] == "c") == known
 
 
 def test_a_model_that_the_engines_cannot_compute_is_refused(tmp_path: Path) -> None:

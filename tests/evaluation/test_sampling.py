@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,8 @@ class Drawn:
         self.max_concurrent, self.most = 8, most
         self.seeds: list[int] = []
 
-    def check(self, record: Mapping[str, Any], sampling: Sampling) -> None:
-        pass
+    def check(self, record: Mapping[str, Any], sampling: Sampling) -> int | None:
+        return None
 
     async def generate(
         self, record: Mapping[str, Any], sampling: Sampling, seeds: Sequence[int], on_reply: OnReply
@@ -242,6 +243,28 @@ def test_a_wrong_token_or_name_is_wrong_use() -> None:
     assert len(ask(Answers(token="good"), RECORDS[0], [7], token="good")) == 1
     with pytest.raises(ConfigError, match="no model other"):
         ask(Answers(), RECORDS[0], [7], name="other")
+
+
+def test_prompts_that_fill_the_context_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    class Rooms(Drawn):
+        def check(self, record: Mapping[str, Any], sampling: Sampling) -> int | None:
+            return {"a": 7, "b": 8, "c": 16, "d": None}[record["id"]]
+
+    def told(**sampling: int) -> list[str]:
+        caplog.clear()
+        benchmark = replace(GCD, sampling=Sampling(samples=1, **sampling))
+        records = [{"id": name} for name in "abcd"]
+        source: Any = Rooms()
+        plan([BenchmarkWork(benchmark, Store(Path("nowhere"), "none", writable=False), records)], source)
+        return caplog.messages
+
+    [text] = told(context=32)
+    assert text.startswith(
+        f"{GCD.name}: 2 of 4 prompts leave fewer than 16 tokens to a response, the longest 7, with --c"
+    )
+    assert "Fix: a larger --context, at most the model's" in text
+    assert "1 of 4 prompts leave fewer than 8 tokens" in told(context=32, max_response=8)[0]
+    assert told(context=32, max_response=7) == []
 
 
 def test_a_text_prompt_that_may_fill_the_context_is_refused() -> None:

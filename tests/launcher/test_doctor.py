@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl import cli, settings
 from nemo_prorl.data.laptop.model import qwen2_config
+from nemo_prorl.data.render import tokenizer_fault
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.files import write_text
 from nemo_prorl.launcher import doctor
@@ -279,6 +280,7 @@ def test_a_model_folder_as_a_whole(tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": words, "added_tokens": []}))
     named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    write_hollow(folder)
     missing = laptop(run_dir=str(tmp_path), data__train=[{"name": "mine", "path": str(tmp_path / "gone.jsonl")}])
     assert "1 data file is missing" in list(model.check_model(missing))[-1].text
     assert [(check.name, check.state) for check in model.check_model(cfg)] == [
@@ -293,9 +295,15 @@ def test_a_tokenizer_that_does_not_load(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "init").mkdir()
     (tmp_path / "init" / "config.json").write_text(json.dumps(qwen2_config(laptop().model, 3)))
     write_hollow(tmp_path / "init")
+    cfg = laptop(run_dir=str(tmp_path))
+    [_, check] = model.check_model(cfg)
+    assert f"{check.text}. Fix: {check.cure}" == tokenizer_fault(tmp_path / "init")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "init" / name).touch()
     for answer in ({"error": "no such file"}, NoAnswer("no answer within 120 s")):
         monkeypatch.setattr(model, "ask", lambda *_, a=answer: a if isinstance(a, dict) else (_ for _ in ()).throw(a))
-        assert states(model.check_model(laptop(run_dir=str(tmp_path)))) == ["pass", "fail"]
+        [_, check] = model.check_model(cfg)
+        assert (check.state, "the tokenizer cannot be loaded: no " in check.text) == ("fail", True)
 
 
 # --- network and Slurm -----------------------------------------------------------------------------------------------

@@ -313,11 +313,14 @@ while True: time.sleep(1)"""
     assert node.codes()[2] == -signal.SIGKILL
 
 
-def test_a_rank_that_does_not_handle_signals_yet_ends_the_run_at_the_first(tmp_path: Path) -> None:
+def test_a_rank_that_does_not_handle_signals_yet_ends_the_run_at_the_first(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     sends = f"import os, time; os.kill({os.getpid()}, {int(signal.SIGINT)}); time.sleep(600)"
     end = SmallNode(tmp_path, SLEEPS, sends).run()
     assert (end.code, end.process) == (1, "")
     assert end.what.startswith("stopped while the trainer started; the same command begins again")
+    assert "received SIGINT; the run stops after this step, or at once while it starts" in caplog.text
 
 
 def test_the_other_nodes_are_told_that_a_stop_was_requested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

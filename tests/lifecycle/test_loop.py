@@ -123,6 +123,25 @@ def test_a_signal_stops_a_process_after_its_step(tmp_path: Path, monkeypatch: py
     assert run.events("finish")[0]["step"] == 6
 
 
+def test_a_signal_ends_a_process_that_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warm-up, or a wait for engines, may take long; from the first file of the run on, a stop is a clean one."""
+    run, begin, seen = SmallRun(config(tmp_path)), rank.begin, list[list[Any]]()
+
+    def look() -> None:
+        seen.append([signal.getsignal(number) for number in FORWARDED_AS.values()])
+
+    def asked(trainer: Trainer, run_dir: Path) -> None:
+        look()
+        signal.raise_signal(signal.SIGTERM)
+        begin(trainer, run_dir)
+
+    monkeypatch.setattr(rank, "begin", asked)
+    with pytest.raises(StoppedCleanly, match="SIGTERM: stopped after step 0, which is saved"):
+        run.process(monkeypatch, lambda trainer: look())
+    assert seen[0] == [signal.SIG_DFL] * 3
+    assert signal.SIG_DFL not in seen[1]
+
+
 def test_a_process_that_fails_completes_the_checkpoint_that_is_being_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

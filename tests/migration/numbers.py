@@ -465,7 +465,17 @@ NUMBERS = [  # without those of the learning rate's schedule, which `schedules.p
     Number(
         "overlong penalty",
         f"{GRPO}.shaping.overlong_penalty",
-        {"verl": (SAME, lambda s: _overlong(s, "penalty_factor"))},
+        {
+            "verl": ("penalty_factor", lambda s: _overlong(s, "penalty_factor")),
+            "nemo_rl": (
+                "overlong_buffer_penalty",
+                lambda s: (
+                    s["grpo.reward_shaping.overlong_buffer_penalty"]
+                    if s["grpo.reward_shaping.enabled"] and s["grpo.reward_shaping.stop_properly_penalty_coef"] is None
+                    else UNUSED
+                ),
+            ),
+        },
     ),
     Number(
         "cut-off factor",

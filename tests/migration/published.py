@@ -139,7 +139,7 @@ def compare(example: dict[str, Any], folder: Path, form: str | None = None) -> t
     words = overrides(output)
     model = f"pretrained_checkpoint.restore_from_path={paper_model.write(folder / 'model')}"
     missing = [line.split(":")[0].strip("# ") for line in output.splitlines() if line.startswith("#   trainer.")]
-    fitting = [f"{key}={16 if 'prompts' in key else 1}" for key in missing]
+    fitting = [f"{key}={16 if 'prompts' in key else 1}" for key in missing if key != "trainer.grpo.loss"]
     cfg = settings.load([*words, model, *fitting, "rollout.device_memory_gb=1000"])  # memory is not the question
     s = {**DATA["defaults"][trainer]["settings"], **example["settings"]}
     found = [

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from nemo_prorl import cli
-from tests.migration.test_convert import GRPO, asked, converted
+from tests.migration.test_convert import GRPO, asked, converted, refused
 
 ROOT = """
 grpo: {max_num_steps: 9}
@@ -22,7 +22,7 @@ policy:
   generation: {max_new_tokens: 1024, temperature: 0.9}
 """
 CHILD = "defaults: [{}]\ngrpo: {{num_prompts_per_step: 64}}\nloss_fn: {{ratio_clip_max: 0.28}}\n"
-MISSING = "may be in mine.yaml, which is missing"
+MISSING = "defaults=mine.yaml: this file is missing, and any number may be in it. Fix: put it where the name says"
 
 
 @pytest.mark.parametrize("is_root", [True, False])
@@ -46,25 +46,13 @@ def test_a_base_of_its_own_has_no_warm_up_of_another_file(
 
 
 @pytest.mark.parametrize("between", [False, True])
-def test_no_value_is_assumed_for_a_base_that_is_missing(
-    between: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_base_that_is_missing_is_one_error(
+    between: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "between.yaml").write_text("defaults: mine.yaml\ngrpo: {num_generations_per_prompt: 4}\n")
     text = CHILD.format("between.yaml" if between else "mine.yaml")
-    overrides, comments = converted("nemo_rl", text, tmp_path / "grpo.yaml", capsys, code=2)
-    assert "  defaults=mine.yaml: this file is missing: put it where the name says, and convert again" in comments
-    known = [f"{GRPO}.samples_per_prompt=4"] * between + [f"{GRPO}.prompts_per_step=64", f"{GRPO}.clip_high=0.28"]
-    assert set(overrides) == {"cluster=h100_4x8", f"{GRPO}.entropy_coef=0", *known}
-    assert f"  {GRPO}.clip_low: loss_fn.ratio_clip_min {MISSING}" in comments
-    assert f"  {GRPO}.max_steps: grpo.max_num_epochs {MISSING}" in comments
-
-
-def test_what_a_file_over_a_missing_base_sets_itself_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    scheduler = "{name: a.ConstantLR, kwargs: {factor: 1}}"
-    text = f"defaults: mine.yaml\ngrpo: {{use_dynamic_sampling: true}}\npolicy: {{scheduler: {scheduler}}}"
-    overrides, comments = converted("nemo_rl", text, tmp_path / "grpo.yaml", capsys, code=2)
-    assert {"model.optim.sched.name=constant", f"{GRPO}.dynamic_sampling.enabled=true"} <= set(overrides)
-    assert not any("without a limit" in line or "max_draw_factor=" in line for line in [*overrides, *comments])
+    refused("nemo_rl", text, tmp_path / "grpo.yaml", MISSING, capsys, caplog)
+    refused("nemo_rl", "uv run examples/run_grpo.py --config mine.yaml", tmp_path / "a.sh", MISSING, capsys, caplog)
 
 
 def test_a_later_base_counts_more_and_a_section_may_stand_alone(
@@ -82,18 +70,14 @@ def test_a_later_base_counts_more_and_a_section_may_stand_alone(
     assert not any("_override_" in line for line in comments)
 
 
-def test_the_base_of_a_script_is_that_of_its_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_base_of_a_script_is_that_of_its_program(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     text = "uv run examples/run_grpo.py grpo.max_num_steps=60"
     overrides, _ = converted("nemo_rl", text, tmp_path / "run.sh", capsys)
     assert {"model.optim.sched.warmup_steps=50", f"{GRPO}.max_steps=60"} <= set(overrides)
     text = text.replace("run_grpo", "run_vlm_grpo")
-    overrides, comments = converted("nemo_rl", text, tmp_path / "run.sh", capsys, code=2)
-    assert not any("warmup" in one for one in overrides)
-    assert any(line.startswith("  defaults=vlm_grpo_3B.yaml: this file is missing") for line in comments)
-    text = "uv run examples/run_grpo.py --config mine.yaml grpo.max_num_steps=60"
-    overrides, comments = converted("nemo_rl", text, tmp_path / "run.sh", capsys, code=2)
-    assert not any("warmup" in one for one in overrides)
-    assert f"  {GRPO}.clip_low: loss_fn.ratio_clip_min {MISSING}" in comments
+    refused("nemo_rl", text, tmp_path / "run.sh", "defaults=vlm_grpo_3B.yaml: this file is missing", capsys, caplog)
 
 
 @pytest.mark.parametrize(

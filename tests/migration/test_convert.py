@@ -156,7 +156,7 @@ def test_a_configuration_is_converted(
     words = shlex.split(printed.replace("\\\n", " "), comments=True)
     assert words[:2] == ["prorl", "train"]
     model = paper_model.write(tmp_path / "model")
-    few = ["trainer.devices=8", "trainer.num_nodes=1", "rollout.engines=8"]
+    few = ["trainer.devices=8", "trainer.num_nodes=1", f"rollout.engines={4 if trainer == 'verl' else 8}"]
     cfg = settings.load([*words[2:], *few, f"pretrained_checkpoint.restore_from_path={model}"])
     assert cfg.trainer.grpo.samples_per_prompt == made.overrides[f"{GRPO}.samples_per_prompt"]
     assert all(key in printed for key in left)
@@ -223,14 +223,17 @@ MODEL = {"trl": "model_name_or_path", "verl": "actor_rollout_ref.model.path", "o
 STEPS = "trainer.grpo.max_steps: "  # what the user must set where a file has epochs
 
 
-GROUP = {
-    "verl": ("rollout.n=", "actor_rollout_ref.rollout.n=8"),
-    "openrlhf": ("samples_per", "--n_samples_per_prompt 8"),
+NEEDED = {  # name: what a short script has, too, because the other trainer's default has no counterpart
+    "verl": {"rollout.n=": "actor_rollout_ref.rollout.n=8", "adv_estimator": "algorithm.adv_estimator=grpo"},
+    "openrlhf": {"samples_per": "--n_samples_per_prompt 8", "estimator ": "--advantage_estimator group_norm"},
 }
 
 
 def with_model(trainer: str, text: str) -> str:
-    """Return the text of a file with a model and a group of responses, if it has none; NeMo-RL's base has both."""
+    """Return the text of a file with a model, a group of responses and an estimator of advantages, if it has none.
+
+    NeMo-RL's base has all.
+    """
     if trainer == "nemo_rl":
         return text if "run_grpo" in text or "defaults:" in text else f"defaults: grpo_math_1B.yaml\n{text}"
     has_model = re.search(r"\bmodel=|model_name_or_path|model\.path|--pretrain", text)
@@ -238,9 +241,8 @@ def with_model(trainer: str, text: str) -> str:
         return ('GRPOTrainer(model="org/model")\n' if "(" in text else "model_name_or_path: org/model\n") + text
     if trainer == "trl":
         return text
-    name, group = GROUP[trainer]
     more = "" if has_model else f" {MODEL[trainer]}{'=' if trainer == 'verl' else ' '}org/model"
-    more += "" if name in text else f" {group}"
+    more += "".join(f" {word}" for name, word in NEEDED[trainer].items() if name not in text)
     return re.sub(r"-m \S+", rf"\g<0>{more}", text)
 
 
@@ -269,6 +271,21 @@ def converted(
     if code == 0:
         assert asked(comments) == [], printed
     return shlex.split(printed.replace("\\\n", " "), comments=True)[2:], comments
+
+
+def refused(
+    trainer: str,
+    text: str,
+    file: Path,
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Check that `prorl convert` prints one error for a file with this text, and nothing else."""
+    file.write_text(with_model(trainer, text))
+    assert cli.main(["convert", trainer, str(file)]) == 2
+    assert told in caplog.text
+    assert capsys.readouterr().out == ""
 
 
 def test_constants_of_a_script_are_resolved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from nemo_prorl import cli
-from tests.migration.test_convert import GRPO, converted
+from tests.migration.test_convert import GRPO, converted, refused
 
 YAML = "model_name_or_path: org/m\nlearning_rate: 3e-6\nbeta: 0.2\nmax_steps: 5\nper_device_train_batch_size: 8\n"
 GRPO_PY = "-m trl.scripts.grpo --model_name_or_path org/m --max_steps 5"
@@ -41,7 +41,9 @@ def test_a_program_that_the_script_contains_is_read(tmp_path: Path, capsys: pyte
     assert f"{GRPO}.kl_coef=0.1" in converted("trl", text, tmp_path / "run.sh", capsys)[0]
 
 
-def test_the_files_of_verl_and_nemo_rl_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_files_of_verl_and_nemo_rl_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "mine.yaml").write_text(
         "defaults: [ppo_trainer, _self_]\nactor_rollout_ref: {rollout: {n: 6}, model: {path: m}}\n"
         "algorithm: {adv_estimator: grpo}\ntrainer: {total_training_steps: 3}\n"
@@ -61,8 +63,7 @@ def test_the_files_of_verl_and_nemo_rl_are_read(tmp_path: Path, capsys: pytest.C
     slurm = f"COMMAND='{text}' \\\nCONTAINER=c \\\nsbatch --nodes=2 ray.sub"
     assert expected <= set(converted("nemo_rl", slurm, tmp_path / "run.sh", capsys)[0])
     (tmp_path / "grpo.yaml").unlink()
-    _, comments = converted("nemo_rl", text, tmp_path / "run.sh", capsys, code=2)
-    assert any(line.startswith("  grpo.yaml: this file is missing") for line in comments)
+    refused("nemo_rl", text, tmp_path / "run.sh", "defaults=grpo.yaml: this file is missing", capsys, caplog)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +176,8 @@ def test_what_only_one_of_several_values_says_is_not_known(tmp_path: Path, capsy
 def test_what_has_no_counterpart_is_told(
     trainer: str, text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    overrides, comments = converted(trainer, text.replace("VERL", VERL), tmp_path / "run.sh", capsys)
+    code = 2 if "model" in told or "mode" in told else 0
+    overrides, comments = converted(trainer, text.replace("VERL", VERL), tmp_path / "run.sh", capsys, code)
     assert any(told in line and line.startswith("  ") for line in comments)
     assert trainer == "verl" or {"trainer.devices=8", "trainer.num_nodes=1"} <= set(overrides)
 

@@ -258,7 +258,7 @@ def test_a_setting_without_an_effect_is_not_lost(tmp_path: Path, capsys: pytest.
     _, comments = converted("trl", "GRPOConfig(num_iterations=1, top_p=1.0, top_k=0)", tmp_path / "train.py", capsys)
     assert "no override needed: top_p=1.0, top_k=0, num_iterations=1" in comments
     assert not any("without a counterpart" in line for line in comments)
-    _, comments = converted("trl", "GRPOConfig(num_iterations=2, top_p=0.9)", tmp_path / "train.py", capsys)
+    _, comments = converted("trl", "GRPOConfig(num_iterations=2, top_p=0.9)", tmp_path / "train.py", capsys, code=2)
     assert {line.split(":")[0] for line in comments} >= {"  top_p=0.9", "  num_iterations=2"}
 
     text = VERL_SCRIPT.replace("trainer.nnodes=1", "trainer.nnodes=1 trainer.val_before_train=true")
@@ -268,7 +268,7 @@ def test_a_setting_without_an_effect_is_not_lost(tmp_path: Path, capsys: pytest.
 
 def test_all_numbers_of_steps_of_trl_are_divided(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = "GRPOConfig(max_steps=400, steps_per_generation=4, gradient_accumulation_steps=1, sync_ref_model=True,"
-    text += " ref_model_sync_steps=512, beta=0.1, save_steps=100, eval_steps=40)"
+    text += " ref_model_sync_steps=512, beta=0.1, save_steps=100, eval_steps=40, eval_strategy='steps')"
     overrides, _ = converted("trl", text, tmp_path / "train.py", capsys)
     periods = {f"{GRPO}.max_steps=100", f"{GRPO}.checkpoint_every=25", f"{GRPO}.validate_every=10"}
     assert {*periods, "trainer.resets.every=128"} <= set(overrides)
@@ -422,7 +422,7 @@ def test_a_file_without_a_model_and_one_with_an_adapter(tmp_path: Path, capsys: 
     told = "pretrained_checkpoint.restore_from_path: the file has no model (actor_rollout_ref.model.path)"
     assert told in capsys.readouterr().out
     text = "GRPOConfig(beta=0)\nGRPOTrainer(model='m', peft_config=LoraConfig(r=8))"
-    _, comments = converted("trl", text, tmp_path / "train.py", capsys)
+    _, comments = converted("trl", text, tmp_path / "train.py", capsys, code=2)
     assert "  peft_config=LoraConfig(r=8): all weights are trained here" in comments
     text = "python3 -m x --n_samples_per_prompt 8 --bf16"
     overrides, comments = converted("openrlhf", text, tmp_path / "run.sh", capsys)
@@ -463,7 +463,7 @@ def test_steps_that_no_run_makes_are_no_number_of_steps(tmp_path: Path, capsys: 
 
 def test_a_sum_over_tokens_is_not_one_that_is_divided(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = "python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum"
-    _, comments = converted("verl", text, tmp_path / "run.sh", capsys)
+    _, comments = converted("verl", text, tmp_path / "run.sh", capsys, code=2)
     assert any("a response's sum is not divided there" in line for line in comments)
     assert not any("divided by data.max_response_length" in line for line in comments)
 

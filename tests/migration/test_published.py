@@ -66,7 +66,9 @@ def test_the_words_of_a_script_are_those_of_bash(example: dict, tmp_path: Path) 
         ), key
 
 
-def test_a_file_of_nemo_rl_takes_the_defaults_of_its_base_or_of_the_table(tmp_path: Path) -> None:
+def test_a_file_of_nemo_rl_takes_the_defaults_of_its_base_or_of_the_table(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     [example] = [one for one in EXAMPLES if one["path"].endswith("grpo-deepscaler-1.5b-8K.yaml")]
     path = write(example, tmp_path)
     with_base = overrides(run("nemo_rl", path)[1])
@@ -84,9 +86,8 @@ def test_a_file_of_nemo_rl_takes_the_defaults_of_its_base_or_of_the_table(tmp_pa
     found = overrides(run("nemo_rl", path)[1])
     assert {"trainer.grpo.samples_per_prompt=4", "trainer.grpo.prompts_per_step=128"} <= set(found)
     (tmp_path / "mine.yaml").unlink()
-    code, output = run("nemo_rl", path)
-    assert code == 2
-    assert "defaults=mine.yaml: this file is missing" in output
+    assert run("nemo_rl", path) == (2, "")
+    assert "defaults=mine.yaml: this file is missing" in caplog.text
 
 
 def test_the_page_is_that_of_the_examples() -> None:

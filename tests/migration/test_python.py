@@ -182,7 +182,7 @@ def test_a_model_has_the_name_that_from_pretrained_gets(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text += "\nGRPOTrainer(model, length, GRPOConfig(max_steps=1))"
-    overrides, comments = converted("trl", text, tmp_path / "a.py", capsys)
+    overrides, comments = converted("trl", text, tmp_path / "a.py", capsys, code=2 if "peft" in text else 0)
     assert "pretrained_checkpoint.restore_from_path=org/m" in overrides
     assert any(line.startswith("peft_config=") for line in map(str.strip, comments)) == ("peft" in text)
 

@@ -111,12 +111,17 @@ def test_steps_of_trl_are_updates(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(
-    ("kind", "nearest"), [("polynomial", "linear"), ("cosine_with_restarts", "cosine"), ("inverse_sqrt", "constant")]
+    ("kind", "nearest"), [("polynomial", "linear"), ("cosine_with_restarts", "cosine"), ("inverse_sqrt", None)]
 )
 def test_a_schedule_without_a_counterpart_is_named(
-    kind: str, nearest: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, nearest: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    overrides, comments = converted("trl", f"GRPOConfig(lr_scheduler_type='{kind}')", tmp_path / "train.py", capsys)
+    text, code = f"GRPOConfig(lr_scheduler_type='{kind}')", 0 if nearest else 2
+    overrides, comments = converted("trl", text, tmp_path / "train.py", capsys, code)
+    if nearest is None:
+        told = f"  {SCHED}.name: lr_scheduler_type={kind} has no counterpart here; constant is what comes nearest"
+        assert told in comments
+        return
     assert f"{SCHED}.name={nearest}" in overrides
     assert f"  lr_scheduler_type={kind} has no counterpart; {SCHED}.name={nearest} is set in its place" in comments
 
@@ -224,20 +229,26 @@ def test_the_rates_of_nemo_rl_are_those_of_torch(tmp_path: Path, capsys: pytest.
             "[{name: torch.optim.lr_scheduler.ConstantLR, kwargs: {factor: 0.5}}]",
             "constant",
             0,
-            "ConstantLR(factor=0.5) has no counterpart",
+            "ConstantLR(factor=0.5) has no counterpart here",
         ),
         ("[{name: a.LinearLR}]", "constant", 5, None),  # torch's defaults
         (
             "[{name: torch.optim.lr_scheduler.LinearLR, kwargs: {end_factor: 0.1}}]",
             "constant",
             0,
-            "LinearLR(end_factor=0.1) has no counterpart",
+            "LinearLR(end_factor=0.1) has no counterpart here",
         ),
         (
             "[{name: a.LinearLR, kwargs: {total_iters: 5, start_factor: 0}}, {name: a.StepLR}, {name: a.ConstantLR}]",
             "constant",
             5,
-            "StepLR() and ConstantLR() has no counterpart",
+            "StepLR() and ConstantLR() has no counterpart here",
+        ),
+        (
+            "{name: torch.optim.lr_scheduler.OneCycleLR, kwargs: {max_lr: 0.001}}",
+            "constant",
+            0,
+            "OneCycleLR(max_lr=0.001) has no counterpart here",
         ),
     ],
 )
@@ -245,9 +256,10 @@ def test_other_schedulers_of_nemo_rl(
     scheduler: str, name: str, warmup: int, told: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = f"{NEMO}  scheduler: {scheduler}\n"
-    overrides, comments = converted("nemo_rl", text, tmp_path / "grpo.yaml", capsys)
-    assert {f"{SCHED}.name={name}", f"{SCHED}.warmup_steps={warmup}"} <= set(overrides)
-    found = [line for line in comments if line.startswith("  policy.scheduler=")]
+    overrides, comments = converted("nemo_rl", text, tmp_path / "grpo.yaml", capsys, code=2 if told else 0)
+    assert f"{SCHED}.warmup_steps={warmup}" in overrides
+    assert (f"{SCHED}.name={name}" in overrides) == (told is None)
+    found = [line for line in comments if line.startswith(f"  {SCHED}.name: policy.scheduler=")]
     assert [line.split("policy.scheduler=")[1].split(";")[0] for line in found] == ([told] if told else [])
 
 

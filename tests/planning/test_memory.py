@@ -173,7 +173,7 @@ def test_a_budget_of_tokens_is_what_the_plan_counts_with() -> None:
             settings.load([*H100, f"model.micro_batch_tokens={wrong}"])
     with pytest.raises(ConfigError, match=r"model.packed_sequences=maybe: expected true or false"):
         settings.load([*H100, "model.packed_sequences=maybe"])
-    with pytest.raises(ConfigError, match=r"model.packed_sequences=True: needs .*model.apply_rope_fusion=true"):
+    with pytest.raises(ConfigError, match=r"model.packed_sequences=true: needs .*model.apply_rope_fusion=true"):
         settings.load(["model.apply_rope_fusion=false"])
     old = settings.load(H100)  # of a run made before there was this key
     with open_dict(old):

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from nemo_prorl import cli, settings
 from nemo_prorl.data.hf_config import tensor_shapes, weights_fault
-from nemo_prorl.data.render import vocabulary_fault
+from nemo_prorl.data.render import no_template, vocabulary_fault
 from nemo_prorl.policy.tools import export_hf, import_hf
 from tests.policy.models import MODELS, QWEN2, shapes_of, write_model
 
@@ -43,7 +43,7 @@ def test_a_configuration_that_is_not_json_names_its_file(tmp_path: Path, caplog:
     model = write_model(tmp_path / "model", QWEN2)
     (model / "config.json").write_text("{")
     assert cli.main(["import-hf", str(model), str(tmp_path / "imported")]) == 2
-    assert f"{model}/config.json: expected JSON: Expecting property name" in caplog.text
+    assert f"{model}/config.json:1: expected JSON: Expecting property name" in caplog.text
 
 
 def change_config(model: Path, **changes: Any) -> None:
@@ -85,12 +85,12 @@ def test_a_tokenizer_of_another_model_is_told(command: str, tmp_path: Path, capl
     tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 99, "content": "<one more>"})
     file.write_text(json.dumps(tokenizer))
     words = [*command.split(), f"run_dir={tmp_path / 'run'}", f"pretrained_checkpoint.restore_from_path={model}"]
-    if command == "import-hf":  # reads weights only
-        assert cli.main([command, str(model), str(tmp_path / "imported")]) == 0
-    else:
-        assert cli.main(words) == 2
+    if command == "import-hf":
+        words = [command, str(model), str(tmp_path / "imported")]
+    assert cli.main(words) == 2
     assert "the tokenizer has ids up to 99, and config.json has vocab_size=99: some ids have no row" in caplog.text
-    if command == "plan":
+    assert not (tmp_path / "imported").exists()
+    if command in ("import-hf", "plan"):
         file.unlink()
         assert cli.main(words) == 2
         assert "no vocabulary (tokenizer.json" in caplog.text
@@ -98,14 +98,25 @@ def test_a_tokenizer_of_another_model_is_told(command: str, tmp_path: Path, capl
 
 
 def test_a_run_whose_prompts_all_need_a_chat_template_is_refused_without_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = write_model(tmp_path / "model", QWEN2 | {"num_attention_heads": 2, "num_key_value_heads": 1})
     words = ["plan", f"run_dir={tmp_path / 'run'}", f"pretrained_checkpoint.restore_from_path={model}"]
     assert cli.main([*words, "data.prompt=chat"]) == 2
-    assert "the tokenizer has no chat template for data.prompt=chat. Fix: data.prompt=text" in caplog.text
+    assert f"{model}: {no_template('data.prompt=chat')}" in caplog.text
     caplog.clear()
     assert cli.main([*words, "data.prompt=text"]) == 0
+    record = {"id": "a", "task": "math", "prompt": [{"role": "user", "content": "ab"}], "truth": {"answer": "2"}}
+    (tmp_path / "chat.jsonl").write_text(json.dumps(record))
+    own = f"data.train=[{{name: mine, path: {tmp_path / 'chat.jsonl'}}}]"
+    for given, need in (([own], "its message list"), ([own, "data.prompt=chat"], "data.prompt=chat")):
+        for command in (["plan"], ["train", "--dry-run"]):
+            caplog.clear()
+            assert cli.main([*command, *words[1:], *given]) == 2
+            assert f"{model}: {no_template(need)}" in caplog.text
+        capsys.readouterr()
+        assert cli.main(["doctor", *words[1:], *given]) == 3
+        assert no_template("source 'mine'").replace(". Fix: ", " ") in " ".join(capsys.readouterr().out.split())
     (model / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
     assert cli.main([*words, "data.prompt=chat"]) == 0
 

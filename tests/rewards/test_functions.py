@@ -142,6 +142,7 @@ def test_a_worker_judges_by_it(place: str) -> None:
         ("def score(prompt, response): ...", "f.py:score", "expected a function of .prompt, response, truth."),
         ("async def score(a, b, c): ...", "f.py:score", "`async def score` returns no number. Fix: def score"),
         ("def score(completions, **kwargs): ...", "f.py:score", "Fix: docs/.*md#a-reward-function-of-trl$"),
+        ("def score(prompts, completions, answer): ...", "f.py:score", "Fix: docs/.*md#a-reward-function-of-trl$"),
         ("score = 3", "f.py:score", "has no function score; expected one of: none is there"),
         ("def score(a, b, c): ...", "f.py:scor", "has no function scor. Did you mean score.$"),
         ("def right(a, b, c): ...\ndef _own(): ...", "f.py:own", "has no function own; expected one of: right$"),

@@ -1,11 +1,15 @@
 """Groups as bytes: what is read equals what was written to the bit, in few bytes per token."""
 
+import json
+import re
 import struct
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load
 
 from nemo_prorl.rollout.endpoints import Response
 from nemo_prorl.rollout.group_arrays import decode, encode
@@ -63,6 +67,21 @@ def test_tokens_and_numbers_are_plain_python_values() -> None:
     response = again.responses[0]
     assert {type(v) for v in (*again.prompt_ids, *response.token_ids, response.weight_version)} == {int}
     assert {type(p) for p in response.logprobs} == {float}
+
+
+def test_the_page_has_every_array_of_a_stored_batch() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "run_directory.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (\w+) \| \[(\w+)\] \|", page, re.MULTILINE)
+    groups = CASES["several"]
+    arrays = load(encode(groups))
+    assert {name: dtype for name, dtype, _ in rows} == {name: str(array.dtype) for name, array in arrays.items()}
+    sizes = {"G": 3, "B": 8, "P": 6 + 3 + 10, "M": 3 + 1 + 4 + 2 + 7 + 1 + 1 + 1}
+    assert {name: (sizes[size],) for name, _, size in rows if size in sizes} == {
+        name: array.shape for name, array in arrays.items() if name != "json"
+    }
+    [listed] = re.findall(r"^`json` holds .*?\n\n", page, re.MULTILINE | re.DOTALL)
+    first = json.loads(arrays["json"].tobytes())[0]
+    assert set(re.findall(r"`(\w+)`", listed)) == {"json", *first, *first["responses"][0]}
 
 
 def test_a_token_takes_at_most_9_bytes() -> None:

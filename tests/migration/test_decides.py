@@ -1,0 +1,228 @@
+"""What decides the algorithm, the layout or the validations there: `prorl convert` sets it, or asks for it."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.migration.test_convert import GRPO, converted
+
+VERL = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo trainer.total_training_steps=9 "
+ACTOR, CORRECTION = "actor_rollout_ref.actor", f"{GRPO}.correction"
+NEMO = "grpo: {max_num_steps: 90}\n"
+MASK = VERL + "algorithm.rollout_correction.rollout_"
+
+
+def of(text: str, folder: Path, capsys: pytest.CaptureFixture[str], code: int = 0) -> tuple[set[str], str]:
+    """Return the overrides and all comments of a script of verl, a Python file of TRL, or a YAML file of NeMo-RL."""
+    trainer = "verl" if "main_ppo" in text else "trl" if "GRPOConfig" in text else "nemo_rl"
+    name = {"verl": "run.sh", "trl": "a.py", "nemo_rl": "grpo.yaml"}[trainer]
+    overrides, comments = converted(trainer, text, folder / name, capsys, code)
+    return set(overrides), "\n".join(comments)
+
+
+@pytest.mark.parametrize("period", ["", " trainer.test_freq=5"])
+def test_verl_validates_greedily(period: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides, comments = of(VERL + period, tmp_path, capsys)
+    values = {"samples": 1, "temperature": 0, "top_p": 1}
+    assert {f"{GRPO}.validation_{key}={value}" for key, value in values.items()} <= overrides
+    assert (f"{GRPO}.validate_every=5" in overrides) == bool(period)
+    assert ("trainer.test_freq=-1 (the default) means never" in comments) == (not period)
+    assert "trainer.save_freq=-1 (the default) means never" in comments
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (".ppo_micro_batch_size_per_gpu=16", "has one more factor: their number, 16"),
+        (".use_dynamic_bsz=True", "has one more factor: a response's is their number, which use_dynamic_bsz changes"),
+    ],
+)
+def test_a_sum_over_a_micro_batch_is_told(
+    words: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = f"{VERL}{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm {ACTOR}{words}"
+    overrides, comments = of(text, tmp_path, capsys)
+    assert f"{GRPO}.aggregation=constant" in overrides
+    assert told in comments
+
+
+def test_a_layout_must_be_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = f"{VERL}trainer.n_gpus_per_node=8 {ACTOR}.ulysses_sequence_parallel_size=2"
+    text += f" {ACTOR}.fsdp_config.param_offload=True {ACTOR}.fsdp_config.optimizer_offload=False"
+    overrides, comments = of(text, tmp_path, capsys)
+    assert {"rollout.tensor_parallel_size=2", "rollout.engines=4"} <= overrides  # 2 is the default there
+    used = f"{ACTOR}.ulysses_sequence_parallel_size=2, {ACTOR}.fsdp_config.param_offload=True"
+    assert f"layout ({used}): verl's FSDP shards the weights over the GPUs; here only the optimizer" in comments
+    assert f"no override needed: {ACTOR}.fsdp_config.optimizer_offload=False" in comments
+    sizes = f"{VERL}{ACTOR}.megatron.tensor_model_parallel_size=2"
+    assert "layout" not in of(sizes, tmp_path, capsys)[1]
+    assert "layout (" in of(f"{sizes} {ACTOR}.megatron.param_offload=True", tmp_path, capsys)[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("rs=geometric {}rs_threshold=1.25", {"cap=1.25", "floor=0.8"}),
+        ("rs=seq_mean_k1 {}rs_threshold=0.8_1.6", {"cap=1.25", "floor=0.625"}),  # of the inverse ratio
+    ],
+)
+def test_a_mask_by_the_geometric_mean_is_set(
+    words: str, expected: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = MASK + words.format("algorithm.rollout_correction.rollout_")
+    overrides, comments = of(text, tmp_path, capsys)
+    assert {f"{CORRECTION}.{one}" for one in (*expected, "kind=sequence_mask")} <= overrides
+    assert "the loss's mean leaves out a masked response there" in comments
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            "rs=seq_mean_k1 {0}rs_threshold=2 {0}is=token",
+            f"{CORRECTION}.kind=sequence_mask, {CORRECTION}.cap=2, {CORRECTION}.floor=0.5, without the weights of",
+        ),
+        ("rs=token_k1 {0}rs_threshold=2", f"{CORRECTION}.kind=icepop, {CORRECTION}.cap=2, {CORRECTION}.floor=0.5 is"),
+        ("rs=seq_max_k2 {0}rs_threshold=2", "this mask has no counterpart"),
+    ],
+)
+def test_another_mask_names_what_comes_nearest(
+    words: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = MASK + words.format("algorithm.rollout_correction.rollout_")
+    overrides, comments = of(text, tmp_path, capsys, code=2)
+    assert told in comments
+    assert not any(one.startswith(CORRECTION) for one in overrides)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (f"{VERL}{ACTOR}.ppo_epochs=2", f"{ACTOR}.ppo_epochs=2: a step uses its responses once here"),
+        (f"{VERL}actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_rank=8: all weights are trained"),
+        (
+            VERL.replace("=grpo", "=gae"),
+            f"{GRPO}.advantage: algorithm.adv_estimator=gae has no counterpart here; group_norm is what comes nearest",
+        ),
+        (VERL.replace("=grpo", "=reinforce_plus_plus"), "no counterpart here; reinforce_pp_baseline is what comes"),
+        (f"{VERL}$MORE", "$MORE: what it sets or deletes has no value here, and may be any number here"),
+        (
+            "grpo: {max_num_steps: 90, async_grpo: {enabled: true, max_trajectory_age_steps: 2}}",
+            "rollout.own_devices: grpo.async_grpo.enabled=True, grpo.async_grpo.max_trajectory_age_steps=2: ",
+        ),
+        (
+            f"{NEMO}async_rl: {{sampler: {{name: windowed, max_staleness_versions: 3}}}}",
+            "rollout.own_devices: async_rl.sampler.name=windowed, async_rl.sampler.max_staleness_versions=3: ",
+        ),
+        ("grpo: {max_num_steps: 90, adv_estimator: {name: gdpo}}", "adv_estimator.name=gdpo has no counterpart here"),
+        (
+            "grpo: {max_num_steps: 90, normalize_rewards: false, reward_scaling: {enabled: true, target_max: 4.0}}",
+            f"let the reward function do it, or divide {GRPO}.kl_coef and trainer.gradient_clip_val by 4",
+        ),
+    ],
+)
+def test_what_decides_and_has_no_override_is_asked_for(
+    text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    comments = of(text, tmp_path, capsys, code=2)[1]
+    assert told in comments.split("not the same as in")[0]
+    assert "unknown to" not in comments
+
+
+def test_validations_and_checkpoints_of_nemo_rl_are_not_needless(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "grpo: {max_num_steps: 90, val_at_start: false, val_at_end: true}\ncheckpointing: {enabled: false}\n"
+    text += "data: {shuffle: false, default: {prompt_file: cot.txt}}\npolicy: {hf_config_overrides: {rope: 1}}\n"
+    overrides, comments = of(text, tmp_path, capsys)
+    values = {"validation_samples=1", "validation_temperature=1", "validation_top_p=1", "validate_every=10"}
+    assert {f"{GRPO}.{value}" for value in values} <= overrides
+    assert "grpo.val_at_start=False: step 0 is always validated here" in comments
+    assert "checkpointing.enabled=false means never" in comments
+    assert not any("checkpoint_every" in one for one in overrides)
+    assert "data.shuffle=False: prompts are drawn in random order here" in comments
+    assert "data.default.prompt_file=cot.txt" in comments
+
+
+@pytest.mark.parametrize(
+    ("text", "penalty", "told"),
+    [
+        (f"{VERL}reward_model.overlong_buffer.", "0.5", "half of it, 0.5, weighs the same"),
+        (f"{VERL}custom_reward_function.path=a.py reward_model.overlong_buffer.", "1", "the same is set"),
+    ],
+)
+def test_an_overlong_penalty_is_that_of_the_words(
+    text: str, penalty: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start, key = text.rsplit(" ", 1)
+    text = f"{start} {key}enable=True {key}len=64 {key}penalty_factor=1.0"
+    overrides, comments = of(text, tmp_path, capsys)
+    assert f"{GRPO}.shaping.overlong_penalty={penalty}" in overrides
+    assert told in comments
+
+
+def test_what_is_as_here_is_not_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = f"{NEMO}async_rl: {{sampler: {{name: in_order, max_lookahead_versions: 0}}}}\n"
+    text += "policy: {optimizer: {name: te.FusedAdam, kwargs: {master_weights: true}}}\n"
+    comments = of(text, tmp_path, capsys)[1]
+    assert "policy.optimizer.name=te.FusedAdam: the optimizer is AdamW here" in comments
+    assert "  policy.optimizer.kwargs.master_weights=True" in comments
+
+
+def test_scaled_rewards_of_nemo_rl_scale_the_overlong_penalty(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "grpo: {max_num_steps: 90, reward_scaling: {enabled: true, target_min: -1.0},"
+    text += " reward_shaping: {enabled: true, overlong_buffer_penalty: 1.0}}"
+    overrides, comments = of(text, tmp_path, capsys)
+    assert f"{GRPO}.shaping.overlong_penalty=0.5" in overrides
+    assert "divided by the factor 2 of grpo.reward_scaling here" in comments
+
+
+@pytest.mark.parametrize(
+    ("given", "every", "told"),
+    [
+        ("eval_steps=5", None, "eval_steps=5 without eval_strategy=steps: TRL never evaluates"),
+        ("eval_strategy='steps'", 500, None),
+        ("eval_strategy='steps', logging_steps=20, steps_per_generation=4", 5, None),
+    ],
+)
+def test_trl_evaluates_only_with_a_strategy(
+    given: str, every: int | None, told: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides, comments = of(f"GRPOConfig(max_steps=100, {given})", tmp_path, capsys)
+    assert [one for one in overrides if "validate_every" in one] == (
+        [f"{GRPO}.validate_every={every}"] if every else []
+    )
+    assert ("never evaluates" in comments) == (told is not None)
+    assert told is None or told in comments
+
+
+def test_a_mask_of_cut_off_responses_is_not_called_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides, comments = of("GRPOConfig(max_steps=9, mask_truncated_completions=True)", tmp_path, capsys)
+    assert not any("unfinished_factor" in one for one in overrides)
+    assert "mask_truncated_completions=True: no override leaves cut-off responses out" in comments
+
+
+@pytest.mark.parametrize(
+    ("condition", "lr"),
+    [
+        ('[[ $backend == "megatron" ]]', "2e-06"),
+        ('[ "$backend" != megatron ]', "1e-06"),
+        ("! [ -z $backend ]", "1e-06"),
+        ("[[ $GPUS -eq 8 ]]", "1e-06"),
+        ("[[ $backend == fsdp ]] && [[ $OTHER == 1 ]]", None),  # the environment decides
+        ("[[ $OTHER == 1 ]]", None),
+        ("[[ $backend == fsdp* ]]", None),
+    ],
+)
+def test_words_built_in_an_if_are_read(
+    condition: str, lr: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = f"{ACTOR}.optim.lr"
+    text = f'backend=fsdp\nGPUS=8\nif {condition}; then\n  MORE="{key}=1e-6 \\\n  data.seed=7"\n  A=(data.seed=7)\n'
+    text += f'elif [ $GPUS = 4 ]; then MORE="data.seed=9"\nelse # others\n  MORE="{key}=2e-6"\nfi\n{VERL} $MORE'
+    overrides, comments = of(text, tmp_path, capsys, code=0 if lr else 2)
+    assert lr is None or f"model.optim.lr={lr}" in overrides
+    assert ("seed=7" in overrides) == (lr == "1e-06")
+    assert ("$MORE: what it sets" in comments) == (lr is None)

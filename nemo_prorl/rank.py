@@ -135,9 +135,8 @@ def build(cfg: Config, run_dir: Path, policy: Policy, stopping: Stopping) -> Tra
     blend, collector = source.only(lambda source: source.blend), source.only(lambda source: source.collector)
     collector.run_on_leader(lambda collector: stopping.set_abandon(collector.abandon))
     ledger = Ledger(run_dir, leader.rank == 0, actor, Batches(run_dir, cfg.trainer.grpo, records.alarm))
-    rollouts = Rollouts(
-        cfg, run_dir, actor, blend=blend, collector=collector, records=records, leader=leader, ledger=ledger
-    )
+    shared: dict[str, Any] = {"records": records, "leader": leader, "ledger": ledger}
+    rollouts = Rollouts(cfg, run_dir, actor, blend=blend, collector=collector, **shared)
     validation = Validation(cfg, source.only(lambda source: source.heldout), rollouts, records)
     allowed = kl_after_reset(cfg)  # type: ignore[arg-type]
     resets = Resets(
@@ -175,7 +174,7 @@ def build(cfg: Config, run_dir: Path, policy: Policy, stopping: Stopping) -> Tra
         rollouts=rollouts,
         validation=validation,
         resets=resets,
-        trials=Trials(cfg, run_dir, resets, checkpoints, records=records, ledger=ledger, leader=leader),
+        trials=Trials(cfg, run_dir, resets, checkpoints, **shared),
         checkpoints=checkpoints,
         control=Control(requests, validation, checkpoints, stopping, ledger),
         records=records,

@@ -15,7 +15,7 @@ Scores = Mapping[str, float]  # mean score of each held-out prompt in one valida
 
 
 @dataclass(frozen=True)
-class Difference:
+class PairedDifference:
     """The mean difference of two trainings' scores (the second's minus the first's), and its standard error."""
 
     mean: float
@@ -36,7 +36,7 @@ def later_half(validations: Sequence[Scores]) -> dict[str, float]:
     return {prompt: statistics.fmean(scores[prompt] for scores in late) for prompt in late[0]}
 
 
-def difference(first: Scores, second: Scores, noise: float = 0.0) -> Difference:
+def difference(first: Scores, second: Scores, noise: float = 0.0) -> PairedDifference:
     """Compare two trainings prompt by prompt.
 
     Args:
@@ -45,4 +45,4 @@ def difference(first: Scores, second: Scores, noise: float = 0.0) -> Difference:
     """
     pairs = [second[prompt] - first[prompt] for prompt in first]
     prompts = statistics.variance(pairs) / len(pairs) if len(pairs) > 1 else math.inf
-    return Difference(statistics.fmean(pairs), math.sqrt(prompts + noise**2))
+    return PairedDifference(statistics.fmean(pairs), math.sqrt(prompts + noise**2))

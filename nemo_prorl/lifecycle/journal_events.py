@@ -109,7 +109,7 @@ class Answer(_Line):
     event: Literal["control"]
 
 
-class Trial(_Line):
+class TrialArm(_Line):
     """A trial of a hard reset (trainer.resets.mode=trial) goes on with an arm, from the checkpoint of `step`."""
 
     arm: Literal["none", "reset"]
@@ -147,7 +147,7 @@ class Finish(_Line):
     event: Literal["finish"]
 
 
-JournalEvent = Start | Validated | Reasoned | ResetCommit | Alarm | Change | Answer | Trial | TrialEnd | Finish
+JournalEvent = Start | Validated | Reasoned | ResetCommit | Alarm | Change | Answer | TrialArm | TrialEnd | Finish
 
 
 def standing(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

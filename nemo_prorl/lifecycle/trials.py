@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from nemo_prorl.algorithms.paired import Difference, difference, later_half
+from nemo_prorl.algorithms.paired import PairedDifference, difference, later_half
 from nemo_prorl.config import Config
 from nemo_prorl.files import TEMPORARY, new_file, read_object, read_objects, write_json
 from nemo_prorl.leader import Leader
@@ -142,7 +142,7 @@ class Trials:
         at_end = step >= self._last(trial)
         if step not in with_reset and not at_end:
             return None
-        shown = Difference(0.0, 0.0)
+        shown = PairedDifference(0.0, 0.0)
         if with_reset:
             base, other = ([arm[s] for s in sorted(with_reset)] for arm in (without, with_reset))
             noise = self.cfg.trainer.resets.trial_noise

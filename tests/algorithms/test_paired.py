@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from nemo_prorl.algorithms.paired import LEVEL, Difference, difference, later_half
+from nemo_prorl.algorithms.paired import LEVEL, PairedDifference, difference, later_half
 
 
 def test_a_difference_is_that_of_the_pairs() -> None:
@@ -26,11 +26,11 @@ def test_the_later_half_of_the_validations_counts() -> None:
 
 
 def test_several_looks_need_more_than_one() -> None:
-    assert Difference(0.0, 1.0).half_width() == pytest.approx(1.96, abs=1e-3)
-    assert Difference(0.0, 1.0).half_width(5) == pytest.approx(2.576, abs=1e-3)
-    assert Difference(2.2, 1.0).decided(1)
-    assert not Difference(2.2, 1.0).decided(5)
-    assert Difference(-2.7, 1.0).decided(5)
+    assert PairedDifference(0.0, 1.0).half_width() == pytest.approx(1.96, abs=1e-3)
+    assert PairedDifference(0.0, 1.0).half_width(5) == pytest.approx(2.576, abs=1e-3)
+    assert PairedDifference(2.2, 1.0).decided(1)
+    assert not PairedDifference(2.2, 1.0).decided(5)
+    assert PairedDifference(-2.7, 1.0).decided(5)
 
 
 def test_equal_trainings_are_told_apart_in_at_most_5_percent() -> None:

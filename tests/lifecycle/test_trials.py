@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from nemo_prorl.algorithms.paired import Difference
+from nemo_prorl.algorithms.paired import PairedDifference
 from nemo_prorl.config import ResetsConfig
 from nemo_prorl.lifecycle import trials
 from nemo_prorl.lifecycle.ledger import read_ledger
@@ -21,7 +21,7 @@ from tests.lifecycle.test_wiring import go
 STEPS, BEGIN, LENGTH = 9, 3, 4
 GO_BACK = ("trial:records", "trial:back", "reset:intent", "reset:optimizer", "reset:checkpointed", "reset:committed")
 LOSE = ("trial:lost", "trial:checkpoints back", "trial:records back")
-BETTER, WORSE, EQUAL = Difference(0.3, 0.01), Difference(-0.3, 0.01), Difference(0.0, 1.0)
+BETTER, WORSE, EQUAL = PairedDifference(0.3, 0.01), PairedDifference(-0.3, 0.01), PairedDifference(0.0, 1.0)
 
 
 def run_in(folder: Path, mode: str = "trial", **resets: Any) -> SmallRun:
@@ -36,7 +36,7 @@ def without(folder: Path, monkeypatch: pytest.MonkeyPatch, **resets: Any) -> Sma
     return run
 
 
-def shown(found: Difference, monkeypatch: pytest.MonkeyPatch) -> None:
+def shown(found: PairedDifference, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each comparison of two arms show this."""
     monkeypatch.setattr(trials, "difference", lambda *_: found)
 
@@ -64,7 +64,7 @@ def ends(run: SmallRun) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize(("found", "steps"), [(WORSE, 1), (EQUAL, LENGTH)])
 @pytest.mark.parametrize("kill", [None, *GO_BACK, *LOSE])
 def test_a_reset_that_does_not_win_is_not_made(
-    found: Difference, steps: int, kill: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    found: PairedDifference, steps: int, kill: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = without(tmp_path / "without", monkeypatch, at_steps=[])
     shown(found, monkeypatch)

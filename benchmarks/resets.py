@@ -28,6 +28,7 @@ from machine import describe
 
 from nemo_prorl.algorithms.reset_rules import replay
 from nemo_prorl.config import ResetRulesConfig
+from nemo_prorl.lifecycle.journal_events import standing
 from nemo_prorl.report.forecast import Segment, backtests
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,6 +58,12 @@ ARMS: dict[str, list[str]] = {
     "reset every 500, the reference alone": [KL, "trainer.resets.every=500", "trainer.resets.parts=reference"],
     "reset every 500, the optimizer alone": [KL, "trainer.resets.every=500", "trainer.resets.parts=optimizer"],
     "reset by the rules": [KL, "trainer.resets.mode=auto"],
+    "reset by trials": [
+        KL,
+        "trainer.resets.mode=trial",
+        "trainer.resets.every=500",
+        "trainer.resets.trial_steps=250",
+    ],
     "no reference": ["trainer.grpo.kl_coef=0"],
 }
 MEANS = ("reward/all", "keep_rate/all", "entropy", "kl", "policy/grad_norm")
@@ -137,7 +144,8 @@ def overrides_of(base: Path, seed: int, arm: list[str]) -> list[str]:
 def curves(run: Path) -> dict[str, Any]:
     """Return a run's validations, resets, sessions, tokens, and the means of MEANS over each 50 steps."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    events = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
+    events = standing(json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines())
+    trials = [event for event in events if event["event"] == "trial_end"]
     validations = {event["step"]: event for event in events if event["event"] == "validation"}
     means: dict[str, list[float]] = {}
     for key in MEANS:
@@ -153,7 +161,13 @@ def curves(run: Path) -> dict[str, Any]:
             for step, event in sorted(validations.items())
         },
         "resets": sorted({event["step"] for event in events if event["event"] == "reset_commit"}),
-        "tokens": int(sum(line.get("rollout/generated_tokens") or 0 for line in lines)),
+        # with those of the arms that lost
+        "tokens": int(
+            sum(line.get("rollout/generated_tokens") or 0 for line in lines) + sum(t["tokens"] for t in trials)
+        ),
+        "trials": [
+            {key: t[key] for key in ("trial", "winner", "difference", "se", "because", "tokens")} for t in trials
+        ],
         "means": means,
         "sessions": [json.loads(line) for line in (run / "sessions.jsonl").read_text().splitlines()],
     }

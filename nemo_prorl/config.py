@@ -238,7 +238,7 @@ class ResetsConfig:
     trial_steps: int = key(100, "steps with and without the reset in a trial (mode=trial)", least=1, may_change=True)
     trial_every: int = key(500, "fewest steps from the start of a trial to the next", least=1, may_change=True)
     trial_noise: float = key(
-        0.01,
+        0.005,
         "standard deviation of the difference between two equal arms, beyond that of the prompts",
         least=0,
         may_change=True,

@@ -12,14 +12,18 @@ import re
 import shlex
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import DictConfig
 
+from nemo_prorl.algorithms.paired import PairedDifference, difference, later_half
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.files import read_object, read_objects
+from nemo_prorl.lifecycle.control import place
 from nemo_prorl.lifecycle.retention import step_of
 from nemo_prorl.lifecycle.stages import chosen_checkpoint
 from nemo_prorl.planning.columns import columns
@@ -35,7 +39,7 @@ _ALL_ARMS = (
     "trainer.trace_steps=[]",
 )
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t, two sides, of 2 to 10 runs
-_NORMAL95 = 1.96
+_LOOK_S = 2.0  # seconds between looks at an arm with --early
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,9 @@ class Arm:
     text: str
     name: str
     overrides: tuple[str, ...]
+
+
+_FirstArm = tuple[Path, Arm, DictConfig]  # folder of all arms, the arm and its configuration
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -64,6 +71,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument("--steps", metavar="N", type=int, required=True, help="steps of each arm")
     parser.add_argument("--out", metavar="OUT", type=Path, help="folder of the arms (default: forks/STEP in each RUN)")
+    early_help = "end an arm as soon as it is decided whether it is better or worse than the first; of one RUN"
+    parser.add_argument("--early", action="store_true", help=early_help)
     parser.add_argument("--dry-run", action="store_true", help="print the command of each arm, start nothing")
     parser.set_defaults(run_command=run)
 
@@ -87,11 +96,17 @@ def run(args: argparse.Namespace) -> int:
         if run_results.finished_step(folder / arm.name, args.steps) is not None:
             _log.info("%s is finished", name)
             continue
+        if args.early and early_difference(todo[0], folder / arm.name, args.steps):
+            _log.info("%s is decided", name)
+            continue
         _log.info("%s", name)
-        if code := one_node.run(cfg, settings.resolved_yaml(cfg)):
+        with _stopped_if_decided(todo[0], folder / arm.name, args.steps) if args.early else nullcontext():
+            code = one_node.run(cfg, settings.resolved_yaml(cfg))
+        if code and not (args.early and early_difference(todo[0], folder / arm.name, args.steps)):
             return code
     arms = [arm for _, arm, _ in todo[: len(args.arms)]]
-    sys.stdout.write(report(list(dict.fromkeys(folder for folder, _, _ in todo)), arms, args.steps))
+    folders = list(dict.fromkeys(folder for folder, _, _ in todo))
+    sys.stdout.write(report(folders, arms, args.steps, todo[0] if args.early else None))
     return 0
 
 
@@ -103,6 +118,8 @@ def composed(args: argparse.Namespace) -> tuple[list[tuple[Path, Arm, DictConfig
         raise ConfigError(f"--steps={args.steps}: expected at least 1")
     if args.out is not None and len(args.runs) > 1:
         raise ConfigError(f"--out {args.out}: expected one RUN; without --out each RUN gets its own folder")
+    if args.early and len(args.runs) > 1:
+        raise ConfigError("--early: expected one RUN, because the prompts of one run decide. Fix: fork each RUN")
     if twice := [arm for arm in args.arms if args.arms.count(arm) > 1]:
         raise ConfigError(f"--arms {' '.join(args.arms)}: {twice[0]} is given twice. Fix: leave one out")
     todo: list[tuple[Path, Arm, DictConfig]] = []
@@ -138,33 +155,79 @@ def arm_of(text: str, parent: DictConfig) -> Arm:
     return Arm(text, re.sub(r"[^A-Za-z0-9._-]+", "_", text), (keeps, *own))
 
 
-def report(folders: Sequence[Path], arms: Sequence[Arm], steps: int) -> str:
-    """Return the table of the arms: held-out scores of the second half, and the differences from the first arm."""
+def report(folders: Sequence[Path], arms: Sequence[Arm], steps: int, early: _FirstArm | None = None) -> str:
+    """Return the table of the arms: held-out scores of the second half, and the differences from the first arm.
+
+    Args:
+        early: the first arm, if others may have ended before `steps`: these are compared over the later half of the
+            validations that both have, with the wider interval of several looks.
+    """
     rows = [("arm", "held-out", "difference", "95 %", "cost")]
     base = [scores_of(folder / arms[0].name, steps) for folder in folders]
     for arm in arms:
-        own = [scores_of(folder / arm.name, steps) for folder in folders]
+        shown = early and early_difference(early, folders[0] / arm.name, steps)
+        if early and shown:
+            looks = len(validations_of(folders[0] / arms[0].name, 0, steps))
+            own = [later_half(list(validations_of(folders[0] / arm.name, 0, steps).values()))]
+            mean, half = shown.mean, shown.half_width(looks)
+        else:
+            own = [scores_of(folder / arm.name, steps) for folder in folders]
+            mean, half = compared(base, own)
         level = statistics.fmean(statistics.fmean(scores.values()) for scores in own)
-        mean, half = compared(base, own)
-        difference = (f"{mean:+.4f}", f"{mean - half:+.4f} to {mean + half:+.4f}") if arm is not arms[0] else ("", "")
+        cells = (f"{mean:+.4f}", f"{mean - half:+.4f} to {mean + half:+.4f}") if arm is not arms[0] else ("", "")
         tokens = sum(tokens_of(folder / arm.name) for folder in folders)
-        rows.append((arm.text, f"{level:.4f}", *difference, f"{tokens / 1e6:.3g} M tokens"))
+        rows.append((arm.text, f"{level:.4f}", *cells, f"{tokens / 1e6:.3g} M tokens"))
     over = "prompts; another seed may differ more" if len(folders) == 1 else f"{len(folders)} runs, by Student's t"
     return columns(rows) + f"held-out: mean of the validations after step {steps // 2}; the interval is over {over}\n"
 
 
+def validations_of(run_dir: Path, after: int, last: int) -> dict[int, dict[str, float]]:
+    """Return the score of each held-out prompt in the validations of the steps after `after` up to `last`."""
+    files = (file for file in sorted((run_dir / "validations").glob("step-*.json")) if after < step_of(file) <= last)
+    return {step_of(file): scores for file in files if (scores := read_object(file))}
+
+
 def scores_of(run_dir: Path, steps: int) -> dict[str, float]:
     """Return the mean score of each held-out prompt in the validations of the second half of an arm."""
-    found: dict[str, list[float]] = {}
-    for file in sorted((run_dir / "validations").glob("step-*.json")):
-        if steps // 2 < step_of(file) <= steps:
-            for prompt, score in (read_object(file) or {}).items():
-                found.setdefault(prompt, []).append(score)
+    found = list(validations_of(run_dir, steps // 2, steps).values())
     if not found:
         raise ConfigError(
             f"{run_dir}: no validation after step {steps // 2}. Fix: data.validation, or more steps (--steps)"
         )
-    return {prompt: statistics.fmean(scores) for prompt, scores in found.items()}
+    return {prompt: statistics.fmean(scores[prompt] for scores in found) for prompt in found[0]}
+
+
+def early_difference(first: _FirstArm, arm_dir: Path, steps: int) -> PairedDifference | None:
+    """Return the difference of an arm from the first, finished one, if its validations so far decide; else None."""
+    folder, arm, cfg = first
+    base, own = validations_of(folder / arm.name, 0, steps), validations_of(arm_dir, 0, steps)
+    both = sorted(base.keys() & own.keys())
+    if folder / arm.name == arm_dir or not both:
+        return None
+    halves = [later_half([arm[step] for step in both]) for arm in (base, own)]
+    shown = difference(halves[0], halves[1], cfg.trainer.resets.trial_noise)
+    return shown if shown.decided(len(base)) else None
+
+
+@contextmanager
+def _stopped_if_decided(first: _FirstArm, arm_dir: Path, steps: int) -> Iterator[None]:
+    """Context manager in which an arm trains; it is asked to stop, as by `prorl control`, once it is decided."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(_LOOK_S):
+            if (shown := early_difference(first, arm_dir, steps)) is not None:
+                _log.info("decided: %+.4f +- %.4f to the first arm", shown.mean, shown.se)
+                place(arm_dir / "control", "stop")
+                return
+
+    thread = threading.Thread(target=watch, name="early", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def compared(base: Sequence[Mapping[str, float]], other: Sequence[Mapping[str, float]]) -> tuple[float, float]:
@@ -172,16 +235,12 @@ def compared(base: Sequence[Mapping[str, float]], other: Sequence[Mapping[str, f
 
     With one run, the pairs are prompts; with several, each run gives one difference.
     """
-    by_run = [
-        [other_run[prompt] - base_run[prompt] for prompt in base_run]
-        for base_run, other_run in zip(base, other, strict=True)
-    ]
-    if len(by_run) == 1:
-        values, factor = by_run[0], _NORMAL95
-    else:  # more runs than the table has: the last factor, which is too large rather than too small
-        values, factor = [statistics.fmean(run) for run in by_run], _T95[min(len(by_run) - 2, len(_T95) - 1)]
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-    return statistics.fmean(values), factor * error
+    if len(base) == 1:
+        shown = difference(base[0], other[0])
+        return shown.mean, shown.half_width()
+    values = [difference(*pair).mean for pair in zip(base, other, strict=True)]
+    factor = _T95[min(len(values) - 2, len(_T95) - 1)]  # for more runs than the table has, rather too large
+    return statistics.fmean(values), factor * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def tokens_of(run_dir: Path) -> float:

@@ -522,10 +522,10 @@ def test_endpoints_fit(tmp_path: Path) -> None:
 
 def test_requests_to_a_run_and_what_its_hook_is_given_fit(tmp_path: Path) -> None:
     from nemo_prorl.launcher.events import Events
-    from nemo_prorl.lifecycle.control import REQUESTS, _place
+    from nemo_prorl.lifecycle.control import REQUESTS, place
     from nemo_prorl.lifecycle.run_records import Journal
 
-    request = json.loads(_place(tmp_path, "reset")[1].read_text())
+    request = json.loads(place(tmp_path, "reset")[1].read_text())
     assert against("control-request", request) == []
     assert against("control-request", {**request, "what": "explode"})
     schema = json.loads(SCHEMAS["control-request"].read_text())

@@ -353,7 +353,7 @@ def run(args: argparse.Namespace) -> int:
     default_wait, explanation = _default_wait(run_dir)
     seconds = default_wait if args.wait is None else args.wait
     answers = Tail(run_dir / "journal.jsonl")
-    request, file = _place(run_dir / "control", args.what)
+    request, file = place(run_dir / "control", args.what)
     if seconds == 0:
         sys.stdout.write(f"{request.id}\n")
         _log.info("placed %s in %s; the answer will be in %s", args.what, file, run_dir / "journal.jsonl")
@@ -420,7 +420,7 @@ def _default_wait(run_dir: Path) -> tuple[float, str]:
     )
 
 
-def _place(folder: Path, what: RequestKind) -> tuple[Request, Path]:
+def place(folder: Path, what: RequestKind) -> tuple[Request, Path]:
     """Write a request in one atomic step; return it with its file."""
     try:
         user = getpass.getuser()

@@ -4,6 +4,7 @@ import json
 import math
 import random
 import statistics
+import time
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def test_pairs_are_prompts_of_one_run_or_several_runs() -> None:
     other = {"a": 0.2, "b": 1.0, "c": 0.8}
     mean, half = compared([base], [other])
     assert mean == pytest.approx(0.5 / 3)
-    assert half == pytest.approx(1.96 * statistics.stdev([0.1, 0.1, 0.3]) / math.sqrt(3))
+    assert half == pytest.approx(1.959964 * statistics.stdev([0.1, 0.1, 0.3]) / math.sqrt(3))
     mean, half = compared([base, base], [other, base])
     assert mean == pytest.approx(0.25 / 3)
     assert half == pytest.approx(12.706 * statistics.stdev([0.5 / 3, 0.0]) / math.sqrt(2))
@@ -105,12 +106,53 @@ def test_finished_arms_are_compared_and_nothing_is_started(
     assert (tmp_path / "forks" / "4").is_dir()  # which keeps the checkpoint
 
 
+def test_an_arm_that_is_decided_is_stopped_and_not_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second arm is better at once; the third never is, and runs to its end."""
+    started: list[str] = []
+    steps, better = 8, {"reset": 0.4, "none": 0.0, "model.optim.lr_1e-4": 0.0}
+
+    def train(cfg: Any, text: str) -> int:
+        run_dir = Path(cfg.run_dir)
+        started.append(run_dir.name)
+        validated(run_dir, {}, 1e6)
+        for step in range(1, steps + 1):
+            scores = {str(k): k % 7 / 14 + better[run_dir.name] + 0.01 * (k % 2) for k in range(40)}
+            write_json(run_dir / "validations" / f"step-{step:06d}.json", scores)
+            end = time.monotonic() + 2.0
+            while run_dir.name == "reset" and time.monotonic() < end:
+                if requests := list((run_dir / "control").glob("*.json")):
+                    assert json.loads(requests[0].read_text())["what"] == "stop"
+                    return 75
+        write_json(run_dir / "summary.json", {"finished": True, "step": steps})
+        return 0
+
+    monkeypatch.setattr(one_node, "run", train)
+    monkeypatch.setattr(fork, "_LOOK_S", 0.01)
+    (tmp_path / "checkpoints" / "step-000004").mkdir(parents=True)
+    monkeypatch.setattr(fork, "chosen_checkpoint", lambda run_dir, which: run_dir / "checkpoints" / "step-000004")
+    (tmp_path / "config.yaml").write_text(settings.resolved_yaml(settings.load([f"run_dir={tmp_path}"])))
+    words = ["fork", str(tmp_path), "--steps", str(steps), "--early", "--arms", "none", "reset", "model.optim.lr=1e-4"]
+    for _ in range(2):
+        assert cli.main(words) == 0
+        lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+        assert lines[2][:3] == ["reset", lines[2][1], "+0.4000"]
+        assert lines[3][2] == "+0.0000"
+    assert started == ["none", "reset", "model.optim.lr_1e-4"]
+    assert len(list((tmp_path / "forks" / "4" / "reset" / "validations").iterdir())) < steps
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         (["gone", "--steps", "3"], "gone is not a run directory"),
         (["gone", "--steps", "0"], "--steps=0: expected at least 1"),
         (["a", "b", "--steps", "3", "--out", "c"], "--out c: expected one RUN"),
+        (
+            ["a", "b", "--steps", "3", "--early"],
+            "--early: expected one RUN, because the prompts of one run decide. Fix",
+        ),
         (["a", "--steps", "3", "--arms", "none", "reset", "none"], "--arms none reset none: none is given twice. Fix"),
     ],
 )

@@ -4,14 +4,15 @@
     .venv/train/bin/python benchmarks/fork_noise.py RUN/forks/500 --steps 200
 
 Arms whose learning rate differs by a thousandth draw the same prompts with the same seeds: their differences are those
-of a paired comparison whose arms are equal.  Arms of other seeds are two unpaired runs.  With the noise found, trials of
-a reset that changes nothing are simulated: how often does one win or lose?
+of a paired comparison whose arms are equal.  Arms of other seeds are two unpaired runs.  With the noise found, trials
+of a reset that changes nothing are simulated: how often does one win or lose?
 """
 
 import argparse
 import math
 import random
 import statistics
+import sys
 from itertools import combinations
 from pathlib import Path
 
@@ -52,19 +53,23 @@ def false_choices(se: float, training: float, noise: float, seed: int = 1) -> in
     return wrong
 
 
+def told(line: str) -> None:
+    sys.stdout.write(line + "\n")
+
+
 def main() -> None:
     """Print the table and the simulated trials."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="folder of the arms, RUN/forks/STEP")
     parser.add_argument("--steps", type=int, required=True, help="steps of each arm")
     args = parser.parse_args()
-    print(describe())
+    told(describe())
     arms = sorted(path.parent for path in args.folder.glob("*/config.yaml") if path.parent.name != "reset")
     seeds = {arm: read_config(arm / "config.yaml").seed for arm in arms}
     own = seeds[args.folder / "none"]
     noise = float(read_config(args.folder / "none" / "config.yaml").trainer.resets.get("trial_noise", 0.005))
-    print(f"arms of {args.steps} steps; scores: mean over the later half of the validations")
-    print("random numbers  arms  pairs  SD of the difference  its SE over prompts  training alone")
+    told(f"arms of {args.steps} steps; scores: mean over the later half of the validations")
+    told("random numbers  arms  pairs  SD of the difference  its SE over prompts  training alone")
     for name, chosen in (
         ("common", [a for a in arms if seeds[a] == own]),
         ("other", [a for a in arms if a.name == "none" or seeds[a] != own]),
@@ -73,12 +78,12 @@ def main() -> None:
         spread = math.sqrt(statistics.fmean(one.mean**2 for one in found))  # the expected difference is 0
         se = statistics.fmean(one.se for one in found)
         training = math.sqrt(max(0.0, spread**2 - se**2))
-        print(f"{name:14s}  {len(chosen):4d}  {len(found):5d}  {spread:20.4f}  {se:19.4f}  {training:14.4f}")
+        told(f"{name:14s}  {len(chosen):4d}  {len(found):5d}  {spread:20.4f}  {se:19.4f}  {training:14.4f}")
         if name == "common":
             for reckoned in (0.0, noise, 2 * noise):
                 wrong = false_choices(se, training, reckoned)
                 text = f"trial_noise {reckoned:g}: {wrong} of {TRIALS} simulated trials of equal arms are decided"
-                print(f"    {text} ({100 * wrong / TRIALS:.1f} %)")
+                told(f"    {text} ({100 * wrong / TRIALS:.1f} %)")
 
 
 if __name__ == "__main__":

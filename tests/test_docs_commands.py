@@ -253,7 +253,7 @@ def test_what_would_be_run_is_told(
 @commands_of("prorl convert")
 def test_another_configuration_is_converted(words: Words, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = "actor_rollout_ref.model.path=m data.train_batch_size=8 actor_rollout_ref.actor.ppo_mini_batch_size=8"
-    sizes += " actor_rollout_ref.rollout.n=4"
+    sizes += " actor_rollout_ref.rollout.n=4 algorithm.adv_estimator=grpo"
     (place / words[-1]).write_text(f"python3 -m verl.trainer.main_ppo {sizes} trainer.total_training_steps=15\n")
     done(words[1:])
     assert "trainer.grpo.prompts_per_step=8" in capsys.readouterr().out

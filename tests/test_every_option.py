@@ -56,7 +56,7 @@ KINDS: dict[str, tuple[str, ...]] = {
 NO_KINDS = {
     *("data prepare --name", "data prepare --revision", "data prepare --prompt", "data prepare --agreement"),
     *("evaluate --checkpoint", "evaluate --as", "export-hf --checkpoint", "doctor --rollout-python"),
-    *("fork --checkpoint", "fork --arms"),
+    *("fork --checkpoint", "fork --arms", "fork --early", "probe --checkpoint"),
     "check-function kind",
 }
 
@@ -214,6 +214,7 @@ CONVERTED = {
     ),
     "run.sh": "python3 -m openrlhf.cli.train_ppo_ray --pretrain m --n_samples_per_prompt 4\n",
     "verl.sh": "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=m actor_rollout_ref.rollout.n=4"
+    " algorithm.adv_estimator=grpo"
     " trainer.total_training_steps=9\n",
     "trl.py": "from trl import *\nGRPOTrainer(model='m', args=GRPOConfig(num_generations=4, max_steps=9))\n",
 }
@@ -335,6 +336,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         *("fork RUN", "fork --checkpoint", "fork --checkpoint=newest", "fork --checkpoint=best", "fork --arms"),
         *("fork --steps", "fork --out", "fork --dry-run"),
     ),
+    "tests/launcher/test_fork.py::test_an_arm_that_is_decided_is_stopped_and_not_continued": ("fork --early",),
     "tests/lifecycle/test_control.py::test_without_a_wait_it_returns_the_id": ("control --wait=0",),
     "tests/lifecycle/test_control.py::test_without_an_answer_the_request_stays": ("control --wait",),
     "tests/test_docs_commands.py::test_the_doctor_and_its_preflight": ("doctor --rows",),

@@ -32,7 +32,7 @@ SCHED = "model.optim.sched"
             [f"{SCHED}.min_lr=0.001: expected at most model.optim.lr=0.0002", "Fix: a lower"],
         ),
         ([f"{SCHED}.min_lr=1e-5"], [f"{SCHED}.min_lr=1e-05: expected 0 if {SCHED}.name=constant", "linear or cosine"]),
-        ([f"{SCHED}.min_lr=null"], [f"{SCHED}.min_lr=None", "at least 0"]),
+        ([f"{SCHED}.min_lr=null"], [f"{SCHED}.min_lr=null", "at least 0"]),
         (
             [f"+{SCHED}.constant_steps=5"],
             [f"{SCHED}.constant_steps=5: not supported. Known in {SCHED}: name, warmup_steps, warmup_ratio, min_lr"],

@@ -15,7 +15,7 @@ from nemo_prorl.data.laptop.generators import LAPTOP_TEMPLATES
 from nemo_prorl.data.laptop.model import build_tokenizer
 from nemo_prorl.data.prepare.answers import BOXED
 from nemo_prorl.data.render import PromptRenderer, written
-from nemo_prorl.errors import ConfigError, DataError
+from nemo_prorl.errors import ConfigError
 from nemo_prorl.planning.prompts import prompt_form
 
 USER = [{"role": "user", "content": "Hi."}]
@@ -68,7 +68,7 @@ def test_a_chat_form_without_a_chat_template_names_the_cure(folder: Path) -> Non
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": None}))
     assert prompt_form(DataConfig(prompt="chat"), str(folder)).startswith("refused")
-    with pytest.raises(DataError, match=r"record 'a'.*chat template.*data\.prompt=text"):
+    with pytest.raises(ConfigError, match=r"record 'a'.*chat template.*data\.prompt=text"):
         PromptRenderer(folder, 64, DataConfig(prompt="chat")).prompt_ids({"id": "a", "prompt": "Hi."})
 
 

@@ -380,7 +380,7 @@ def test_a_refused_folder_of_another_evaluation_stays_as_it_was(
         return manifests[-1]
 
     monkeypatch.setattr("nemo_prorl.evaluation.run.manifest_of", noted)
-    monkeypatch.setattr("nemo_prorl.evaluation.models._exported", exported)
+    monkeypatch.setattr("nemo_prorl.evaluation.models.exported", exported)
     monkeypatch.setattr("nemo_prorl.launcher.prepare.check_node", lambda *_, **__: None)
     shutil.copytree(made, (checkpoint := tmp_path / "checkpoint") / "hf")
     (checkpoint / "state.json").write_text('{"format": 5, "step": 2, "weights_sha256": "a"}')

@@ -103,7 +103,7 @@ def test_what_the_configuration_names_must_be_there(tmp_path: Path, monkeypatch:
     ):
         with pytest.raises(ConfigError, match=told):
             load([f"trainer.grpo.loss={value}"])
-    for key, value, right in (("unfinished_penalty", "0.5", "0"), ("shaping.cosine", "True", "false")):
+    for key, value, right in (("unfinished_penalty", "0.5", "0"), ("shaping.cosine", "true", "false")):
         told = f"trainer.grpo.{key}={value}: expected {right}: .*maxrl divides by .*Fix: trainer.grpo.{key}={right}"
         with pytest.raises(ConfigError, match=told):
             load(["trainer.grpo.advantage=maxrl", f"trainer.grpo.{key}={value}"])

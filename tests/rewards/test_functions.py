@@ -319,7 +319,7 @@ def test_a_resume_with_another_function_is_an_alarm(tmp_path: Path, monkeypatch:
     progress: Any = SimpleNamespace(state_dict=lambda: {"unfinished": None}, load_state_dict=lambda state: None)
     saved: dict[str, Any] = {"step": 3, "code": code_sha256(), "trainer": {}, "rollouts": {}}
     policy: Any = SimpleNamespace(load=lambda folder: saved)
-    resets: Any = SimpleNamespace(done=[])
+    resets: Any = SimpleNamespace(done=[], trial=None)
 
     def started() -> Checkpoints:
         return Checkpoints(cfg, tmp_path, policy, {"trainer": progress}, resets, resets, records, leader())

@@ -19,7 +19,7 @@ from pathlib import Path
 from machine import describe
 
 from nemo_prorl.algorithms.paired import PairedDifference, difference, later_half
-from nemo_prorl.launcher.fork import validations_of
+from nemo_prorl.lifecycle.summary import validations_of
 from nemo_prorl.settings import read_config
 
 TRIALS, LOOKS = 200, 5

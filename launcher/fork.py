@@ -20,12 +20,13 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from nemo_prorl.algorithms.paired import PairedDifference, difference, later_half
+from nemo_prorl.algorithms.paired import PairedDifference, difference, later_half, look
 from nemo_prorl.errors import ConfigError
-from nemo_prorl.files import read_object, read_objects
+from nemo_prorl.files import read_objects
 from nemo_prorl.lifecycle.control import place
 from nemo_prorl.lifecycle.retention import step_of
 from nemo_prorl.lifecycle.stages import chosen_checkpoint
+from nemo_prorl.lifecycle.summary import validations_of
 from nemo_prorl.planning.columns import columns
 
 _log = logging.getLogger(__name__)
@@ -181,12 +182,6 @@ def report(folders: Sequence[Path], arms: Sequence[Arm], steps: int, early: _Fir
     return columns(rows) + f"held-out: mean of the validations after step {steps // 2}; the interval is over {over}\n"
 
 
-def validations_of(run_dir: Path, after: int, last: int) -> dict[int, dict[str, float]]:
-    """Return the score of each held-out prompt in the validations of the steps after `after` up to `last`."""
-    files = (file for file in sorted((run_dir / "validations").glob("step-*.json")) if after < step_of(file) <= last)
-    return {step_of(file): scores for file in files if (scores := read_object(file))}
-
-
 def scores_of(run_dir: Path, steps: int) -> dict[str, float]:
     """Return the mean score of each held-out prompt in the validations of the second half of an arm."""
     found = list(validations_of(run_dir, steps // 2, steps).values())
@@ -201,12 +196,8 @@ def early_difference(first: _FirstArm, arm_dir: Path, steps: int) -> PairedDiffe
     """Return the difference of an arm from the first, finished one, if its validations so far decide; else None."""
     folder, arm, cfg = first
     base, own = validations_of(folder / arm.name, 0, steps), validations_of(arm_dir, 0, steps)
-    both = sorted(base.keys() & own.keys())
-    if folder / arm.name == arm_dir or not both:
-        return None
-    halves = [later_half([arm[step] for step in both]) for arm in (base, own)]
-    shown = difference(halves[0], halves[1], cfg.trainer.resets.trial_noise)
-    return shown if shown.decided(len(base)) else None
+    found = None if folder / arm.name == arm_dir else look(base, own, cfg.trainer.resets.trial_noise)
+    return found[0] if found and found[1] else None
 
 
 @contextmanager

@@ -200,6 +200,15 @@ WRONG: list[tuple[list[str], list[str]]] = [
     (["trainer.accelerator=tpu"], ["trainer.accelerator=tpu", "cpu, gpu"]),
     (["trainer.resets.mode=always"], ["trainer.resets.mode=always", "manual, advise, auto"]),
     (["trainer.resets.rules.asks=[kl]"], ["trainer.resets.rules.asks=['kl']", "validation_drop, plateau, kl_spike"]),
+    (["trainer.resets.mode=trial", "data.validation=[]"], ["data.validation", "expected held-out prompts"]),
+    (
+        ["trainer.resets.mode=trial", "trainer.resets.trial_steps=9"],
+        ["trainer.resets.trial_steps=9", "validate_every=20", "Fix: trainer.resets.trial_steps=80"],
+    ),
+    (
+        ["trainer.resets.mode=trial", "trainer.resets.rules.asks=[]", "trainer.resets.every=null"],
+        ["trainer.resets.mode=trial", "at_steps or every", "Fix: trainer.resets.every=500"],
+    ),
     (["trainer.resets.mode=auto", "trainer.resets.rules.asks=[]"], ["trainer.resets.rules.asks=[]", "mode=advise"]),
     (["trainer.resets.rules.kl_factor=1"], ["trainer.resets.rules.kl_factor=1", "above 1"]),
     (["trainer.resets.every=0"], ["trainer.resets.every=0", "at least 1", "Fix: null switches regular resets off"]),

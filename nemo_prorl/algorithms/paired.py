@@ -36,6 +36,25 @@ def later_half(validations: Sequence[Scores]) -> dict[str, float]:
     return {prompt: statistics.fmean(scores[prompt] for scores in late) for prompt in late[0]}
 
 
+def look(
+    first: Mapping[int, Scores], second: Mapping[int, Scores], noise: float
+) -> tuple[PairedDifference, bool] | None:
+    """Compare a training with a finished one, over the later half of the validations that both have made.
+
+    Args:
+        first: validations of the finished training by step: each is a look.
+        second: those of the other one so far.
+
+    Returns:
+        the difference, and whether this look shows one; None if there is no validation that both have made.
+    """
+    if not (both := sorted(first.keys() & second.keys())):
+        return None
+    halves = [later_half([training[step] for step in both]) for training in (first, second)]
+    shown = difference(halves[0], halves[1], noise)
+    return shown, shown.decided(len(first))
+
+
 def difference(first: Scores, second: Scores, noise: float = 0.0) -> PairedDifference:
     """Compare two trainings prompt by prompt.
 

@@ -2,11 +2,14 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
 from nemo_prorl.errors import RewardFailure
+from nemo_prorl.files import read_object
 from nemo_prorl.lifecycle.bottleneck import bottleneck, number
 from nemo_prorl.lifecycle.journal_events import HeldOutScore, HeldOutScores, Reset
+from nemo_prorl.lifecycle.retention import step_of
 from nemo_prorl.schema import Amount, Constraint, Count, Number, Sha256, Share
 
 _BESIDE = ("logprobs", "advantages", "updates", "ahead")  # phases in which engines generate, one step off
@@ -163,3 +166,9 @@ def _times(lines: Sequence[Mapping[str, Any]], checkpoint_s: float) -> RunTimes:
 
 def _sum(lines: Sequence[Mapping[str, Any]], key: str) -> float:
     return sum(number(line, key) for line in lines)
+
+
+def validations_of(run_dir: Path, after: int, last: int) -> dict[int, dict[str, float]]:
+    """Return the score of each held-out prompt by step, of the steps after `after` up to `last`, oldest first."""
+    files = (file for file in sorted((run_dir / "validations").glob("step-*.json")) if after < step_of(file) <= last)
+    return {step_of(file): scores for file in files if (scores := read_object(file))}

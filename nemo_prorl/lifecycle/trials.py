@@ -17,12 +17,11 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from nemo_prorl.algorithms.paired import PairedDifference, difference, later_half
+from nemo_prorl.algorithms.paired import PairedDifference, look
 from nemo_prorl.config import Config
 from nemo_prorl.files import TEMPORARY, new_file, read_object, read_objects, write_json
 from nemo_prorl.leader import Leader
@@ -33,6 +32,7 @@ from nemo_prorl.lifecycle.killpoints import killpoint
 from nemo_prorl.lifecycle.ledger import Ledger
 from nemo_prorl.lifecycle.resets import Resets, TrialState
 from nemo_prorl.lifecycle.run_records import Records
+from nemo_prorl.lifecycle.summary import validations_of
 
 _log = logging.getLogger(__name__)
 
@@ -92,10 +92,12 @@ class Trials:
         if (trial := self._running) is None:
             return
         result = self.leader.call(partial(self._result, trial, step))
-        if result is not None:
+        if result is None:
+            if trial["arm"] == "none" and self.leader.call(partial(self._has_arm, trial, step)):
+                self._go_back(trial, step)
+        elif trial["arm"] == "reset" or step >= self._last(trial):
             self._continue_from(result, trial, step)
-        elif trial["arm"] == "none" and self.leader.call(partial(self._has_arm, trial, step)):
-            self._go_back(trial, step)
+        # else the winner's end was damaged, and the run trains to it again from the checkpoint before
 
     @property
     def _running(self) -> TrialState | None:
@@ -137,17 +139,11 @@ class Trials:
             return known  # type: ignore[return-value]
         if trial["arm"] == "none":
             return None
-        without = dict(_validations(self._folder(begun) / "none", begun, self._last(trial)))
-        with_reset = {s: scores for s, scores in _validations(self.run_dir, begun, step) if s in without}
-        at_end = step >= self._last(trial)
-        if step not in with_reset and not at_end:
-            return None
-        shown = PairedDifference(0.0, 0.0)
-        if with_reset:
-            base, other = ([arm[s] for s in sorted(with_reset)] for arm in (without, with_reset))
-            noise = self.cfg.trainer.resets.trial_noise
-            shown = difference(later_half(base), later_half(other), noise)
-        if not (decided := bool(with_reset) and shown.decided(len(without))) and not at_end:
+        without = validations_of(self._folder(begun) / "none", begun, self._last(trial))
+        with_reset, at_end = validations_of(self.run_dir, begun, step), step >= self._last(trial)
+        found = look(without, with_reset, self.cfg.trainer.resets.trial_noise)
+        shown, decided = found or (PairedDifference(0.0, 0.0), False)  # no validation: the file of one is damaged
+        if not at_end and not (decided and step in with_reset):
             return None
         because = f"decided after {step - begun} steps" if decided else "no difference is shown"
         result: TrialResult = {
@@ -168,6 +164,8 @@ class Trials:
             self.leader.call(lambda: retention.remove(retention.complete(folder / "none")))
             return
         end = retention.step_folder(self.checkpoints.folder, self._last(trial))
+        if trial["arm"] == "none":
+            self.checkpoints.save(step)
         self.checkpoints.wait()
         self.ledger.close()
         self.leader.call(lambda: put_away(self.run_dir, folder / "reset", begun))
@@ -189,13 +187,6 @@ class Trials:
         self.records.event("trial_end", step, trial=trial["step"], tokens=tokens, **result)
         text = "trial after step %d: the arm %s wins; with the reset %+.4f +- %.4f held out (%s)"
         _log.info(text, trial["step"], result["winner"], result["difference"], result["se"], result["because"])
-
-
-def _validations(folder: Path, after: int, last: int) -> Iterator[tuple[int, dict[str, float]]]:
-    """Yield (step, score of each prompt) of the validations of an arm, oldest first."""
-    for file in sorted((folder / "validations").glob("step-*.json")):
-        if after < (step := retention.step_of(file)) <= last and (scores := read_object(file)):
-            yield step, scores
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

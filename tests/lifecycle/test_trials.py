@@ -9,14 +9,14 @@ from nemo_prorl.algorithms.paired import PairedDifference
 from nemo_prorl.config import ResetsConfig
 from nemo_prorl.lifecycle import trials
 from nemo_prorl.lifecycle.ledger import read_ledger
-from nemo_prorl.lifecycle.retention import complete
+from nemo_prorl.lifecycle.retention import complete, step_folder
 from nemo_prorl.lifecycle.run_records import Journal
 from nemo_prorl.trainer import Trainer
 from tests.lifecycle.faults import Killed, killed_at
 from tests.lifecycle.small_run import SmallRun, config
 from tests.lifecycle.test_control import answers, place
 from tests.lifecycle.test_hard_resets import account
-from tests.lifecycle.test_wiring import go
+from tests.lifecycle.test_wiring import always_plateau, go
 
 STEPS, BEGIN, LENGTH = 9, 3, 4
 GO_BACK = ("trial:records", "trial:back", "reset:intent", "reset:optimizer", "reset:checkpointed", "reset:committed")
@@ -38,7 +38,9 @@ def without(folder: Path, monkeypatch: pytest.MonkeyPatch, **resets: Any) -> Sma
 
 def shown(found: PairedDifference, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each comparison of two arms show this."""
-    monkeypatch.setattr(trials, "difference", lambda *_: found)
+    monkeypatch.setattr(
+        trials, "look", lambda first, second, noise: (found, found.decided(len(first))) if second else None
+    )
 
 
 def equal(run: SmallRun, wanted: SmallRun) -> bool:
@@ -147,3 +149,33 @@ def test_a_requested_reset_ends_the_trial(tmp_path: Path, monkeypatch: pytest.Mo
     assert ends(run) == [(BEGIN, BEGIN + 2, "none")]
     assert [(reset["step"], reset["reason"]) for reset in trainer.resets.done] == [(BEGIN + 2, "control r-1")]
     assert [answer["status"] for answer in answers(tmp_path)] == ["done"]
+
+
+def test_the_first_checkpoint_is_kept_and_a_damaged_end_of_the_winner_is_trained_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = without(tmp_path / "without", monkeypatch, at_steps=[])
+    shown(WORSE, monkeypatch)
+    run = run_in(tmp_path / "tried")
+    run.cfg.trainer.grpo.keep_checkpoints, run.cfg.trainer.grpo.checkpoint_every = 2, 1
+    with killed_at("trial:records back", monkeypatch), pytest.raises(Killed):
+        go(run, monkeypatch)
+    checkpoints = run.folder / "checkpoints"
+    end = step_folder(checkpoints, BEGIN + LENGTH)
+    end.rename(end.with_suffix(".damaged"))
+    assert complete(checkpoints)[-1] == step_folder(checkpoints, BEGIN + LENGTH - 1)
+    go(run, monkeypatch)
+    assert ends(run) == [(BEGIN, BEGIN + LENGTH, "none")]
+    assert read_ledger(run.folder) == read_ledger(wanted.folder)
+    assert run.lines() == wanted.lines()
+
+
+def test_a_rule_asks_for_a_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown(BETTER, monkeypatch)
+    resets = always_plateau("trial")
+    resets.trial_steps = 2
+    run = SmallRun(config(tmp_path, resets, validate_every=1, max_steps=6))
+    trainer = go(run, monkeypatch)
+    assert [event["arm"] for event in run.events("trial")] == ["none", "reset"]
+    assert [reset["step"] for reset in trainer.resets.done] == [4]
+    assert trainer.resets.done[0]["reason"].startswith("plateau: ")

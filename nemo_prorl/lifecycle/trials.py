@@ -92,12 +92,10 @@ class Trials:
         if (trial := self._running) is None:
             return
         result = self.leader.call(partial(self._result, trial, step))
-        if result is None:
-            if trial["arm"] == "none" and self.leader.call(partial(self._has_arm, trial, step)):
-                self._go_back(trial, step)
-        elif trial["arm"] == "reset" or step >= self._last(trial):
+        if result is not None:
             self._continue_from(result, trial, step)
-        # else the winner's end was damaged, and the run trains to it again from the checkpoint before
+        elif trial["arm"] == "none" and self.leader.call(partial(self._has_arm, trial, step)):
+            self._go_back(trial, step)
 
     @property
     def _running(self) -> TrialState | None:
@@ -163,9 +161,8 @@ class Trials:
             self.checkpoints.save(step, wait=True)
             self.leader.call(lambda: retention.remove(retention.complete(folder / "none")))
             return
-        end = retention.step_folder(self.checkpoints.folder, self._last(trial))
-        if trial["arm"] == "none":
-            self.checkpoints.save(step)
+        # A killed run that resumed from the winner is at its end, or before, if the end was damaged.
+        end = step if trial["arm"] == "none" else self._last(trial)
         self.checkpoints.wait()
         self.ledger.close()
         self.leader.call(lambda: put_away(self.run_dir, folder / "reset", begun))
@@ -174,10 +171,10 @@ class Trials:
         killpoint("trial:checkpoints back")
         self.leader.call(lambda: bring_back(self.run_dir, folder / "none", begun))
         killpoint("trial:records back")
-        self.ledger.cut(self._last(trial))
-        self.checkpoints.load(end)
-        self._note_end(trial, self._last(trial), result)
-        self.checkpoints.save(self._last(trial), wait=True)
+        self.ledger.cut(end)
+        self.checkpoints.load(retention.step_folder(self.checkpoints.folder, end))
+        self._note_end(trial, end, result)
+        self.checkpoints.save(end, wait=True)
 
     def _note_end(self, trial: TrialState, step: int, result: TrialResult) -> None:
         loser = self._folder(trial["step"]) / ("reset" if result["winner"] == "none" else "none")

@@ -151,21 +151,22 @@ def test_a_requested_reset_ends_the_trial(tmp_path: Path, monkeypatch: pytest.Mo
     assert [answer["status"] for answer in answers(tmp_path)] == ["done"]
 
 
+@pytest.mark.parametrize("kill", ["trial:checkpoints back", "trial:records back"])
 def test_the_first_checkpoint_is_kept_and_a_damaged_end_of_the_winner_is_trained_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kill: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = without(tmp_path / "without", monkeypatch, at_steps=[])
     shown(WORSE, monkeypatch)
     run = run_in(tmp_path / "tried")
     run.cfg.trainer.grpo.keep_checkpoints, run.cfg.trainer.grpo.checkpoint_every = 2, 1
-    with killed_at("trial:records back", monkeypatch), pytest.raises(Killed):
+    with killed_at(kill, monkeypatch), pytest.raises(Killed):
         go(run, monkeypatch)
     checkpoints = run.folder / "checkpoints"
     end = step_folder(checkpoints, BEGIN + LENGTH)
     end.rename(end.with_suffix(".damaged"))
     assert complete(checkpoints)[-1] == step_folder(checkpoints, BEGIN + LENGTH - 1)
     go(run, monkeypatch)
-    assert ends(run) == [(BEGIN, BEGIN + LENGTH, "none")]
+    assert ends(run) == [(BEGIN, BEGIN + LENGTH - 1, "none")]
     assert read_ledger(run.folder) == read_ledger(wanted.folder)
     assert run.lines() == wanted.lines()
 

@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from nemo_prorl.algorithms.paired import LEVEL, PairedDifference, difference, later_half
+from nemo_prorl.algorithms.paired import LEVEL, PairedDifference, difference, later_half, look
 
 
 def test_a_difference_is_that_of_the_pairs() -> None:
@@ -47,3 +47,26 @@ def test_equal_trainings_are_told_apart_in_at_most_5_percent() -> None:
         wrong += any(looks)
     assert wrong / 200 <= LEVEL
     assert statistics.fmean(looks) <= 1
+
+
+def test_a_look_compares_the_validations_that_both_have_made() -> None:
+    def validation(level: float) -> dict[str, float]:
+        return {str(k): level + 0.1 * (k % 2) * level for k in range(40)}
+
+    first = {10: validation(0.0), 20: validation(0.1), 30: validation(0.2), 40: validation(0.3)}
+    second = {10: validation(0.5), 20: validation(0.1), 25: validation(9.0)}
+    assert look(first, {25: validation(9.0)}, 0.0) is None
+    found = look(first, second, 0.0)
+    assert found is not None
+    assert found[0] == difference(first[20], second[20])
+    quiet, noisy = look(first, {10: first[10]}, 0.0), look(first, {10: first[10]}, 0.1)
+    assert quiet is not None
+    assert noisy is not None
+    assert (quiet[0].se, noisy[0].se) == (0.0, 0.1)
+    # One of four looks needs 2.5 standard errors, a single one 2.0.
+    base = {step: {str(k): 0.0 for k in range(101)} for step in (1, 2, 3, 4)}
+    other = {1: {str(k): 0.226 + (-1.0) ** k for k in range(101)}}
+    assert [found[1] for count in (1, 4) if (found := look(dict(list(base.items())[:count]), other, 0.0))] == [
+        True,
+        False,
+    ]

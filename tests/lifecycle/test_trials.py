@@ -1,5 +1,6 @@
 """Trials of hard resets: the run equals one that had known the answer, also if it is killed anywhere in a trial."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +19,32 @@ from tests.lifecycle.test_control import answers, place
 from tests.lifecycle.test_hard_resets import account
 from tests.lifecycle.test_wiring import always_plateau, go
 
-STEPS, BEGIN, LENGTH = 9, 3, 4
+STEPS, BEGIN, LENGTH, NOISE = 9, 3, 4, 0.25
 GO_BACK = ("trial:records", "trial:back", "reset:intent", "reset:optimizer", "reset:checkpointed", "reset:committed")
 LOSE = ("trial:lost", "trial:checkpoints back", "trial:records back")
-BETTER, WORSE, EQUAL = PairedDifference(0.3, 0.01), PairedDifference(-0.3, 0.01), PairedDifference(0.0, 1.0)
+BETTER, WORSE, EQUAL = PairedDifference(0.3, 0.01), PairedDifference(-0.3, 0.01), PairedDifference(0.1, 1.0)
 
 
 def run_in(folder: Path, mode: str = "trial", **resets: Any) -> SmallRun:
-    values = {"at_steps": [BEGIN], "trial_steps": LENGTH, **resets}
+    values = {"at_steps": [BEGIN], "trial_steps": LENGTH, "trial_noise": NOISE, **resets}
     grpo = {"max_steps": STEPS, "validate_every": 1, "keep_batches": 99, "keep_best": 0}
     return SmallRun(config(folder, ResetsConfig(mode=mode, **values), **grpo))
 
 
 def without(folder: Path, monkeypatch: pytest.MonkeyPatch, **resets: Any) -> SmallRun:
-    run = run_in(folder, "manual", **resets)
+    run = run_in(folder, "advise", **resets)
     go(run, monkeypatch)
     return run
 
 
 def shown(found: PairedDifference, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each comparison of two arms show this."""
-    monkeypatch.setattr(
-        trials, "look", lambda first, second, noise: (found, found.decided(len(first))) if second else None
-    )
+
+    def look(first: Any, second: Any, noise: float) -> Any:
+        assert noise == NOISE
+        return (found, found.decided(len(first))) if second else None
+
+    monkeypatch.setattr(trials, "look", look)
 
 
 def equal(run: SmallRun, wanted: SmallRun) -> bool:
@@ -80,6 +84,10 @@ def test_a_reset_that_does_not_win_is_not_made(
     lost = run.folder / "trials" / f"step-{BEGIN:06d}" / "reset" / "metrics.jsonl"
     assert lost.read_text().count("\n") == steps
     assert trainer.resets.done == []
+    history = trainer.resets.history.call(lambda history: history.series["kl"])
+    assert history == [(line["step"], line["kl"]) for line in wanted.lines()]
+    end = step_folder(run.folder / "checkpoints", BEGIN + LENGTH) / "state.json"
+    assert json.loads(end.read_text())["resets"]["trial"]["arm"] == "over"
     saved = [folder.name for folder in complete(run.folder / "checkpoints")]
     assert saved == [f"step-{step:06d}" for step in (2, 4, 6, BEGIN + LENGTH, 8, 9)]  # not 3, which has the reset
 
@@ -102,7 +110,7 @@ def test_a_reset_that_wins_is_kept(kill: str | None, tmp_path: Path, monkeypatch
 
 def test_the_held_out_prompts_decide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the reset the verifier rejects everything: the first look shows it."""
-    run = run_in(tmp_path)
+    run = run_in(tmp_path, trial_noise=0.005)
 
     def prepare(trainer: Trainer) -> None:
         monkeypatch.setattr(run.verifier, "score", _score_by(run, trainer, run.verifier.score))
@@ -174,7 +182,7 @@ def test_the_first_checkpoint_is_kept_and_a_damaged_end_of_the_winner_is_trained
 def test_a_rule_asks_for_a_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown(BETTER, monkeypatch)
     resets = always_plateau("trial")
-    resets.trial_steps = 2
+    resets.trial_steps, resets.trial_noise = 2, NOISE
     run = SmallRun(config(tmp_path, resets, validate_every=1, max_steps=6))
     trainer = go(run, monkeypatch)
     assert [event["arm"] for event in run.events("trial")] == ["none", "reset"]

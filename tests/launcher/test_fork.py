@@ -140,6 +140,9 @@ def test_an_arm_that_is_decided_is_stopped_and_not_continued(
         assert lines[2][:3] == ["reset", lines[2][1], "+0.4000"]
         assert lines[3][2] == "+0.0000"
     assert started == ["none", "reset", "model.optim.lr_1e-4"]
+    noisy = settings.load(["trainer.resets.trial_noise=0.3"])  # beside which 0.4 decides nothing
+    first = (tmp_path / "forks" / "4", fork.arm_of("none", noisy), noisy)
+    assert fork.early_difference(first, tmp_path / "forks" / "4" / "reset", steps) is None
     assert len(list((tmp_path / "forks" / "4" / "reset" / "validations").iterdir())) < steps
 
 

@@ -264,8 +264,8 @@ def test_a_plan_lists_only_the_sources_of_the_tasks(tmp_path: Path) -> None:
         ),
         (
             ["mode=trial", "at_steps=[9]"],
-            "1 at a fixed step: after 9; mode trial, each of these, and each that rules ask for, is kept only if it wins"
-            " its trial (validation_drop, kl_spike); of reference and optimizer",
+            "1 at a fixed step: after 9; mode trial, each of these, and each that rules ask for, is kept only if it"
+            " wins its trial (validation_drop, kl_spike); of reference and optimizer",
         ),
         (
             ["mode=auto", "roll_back=true", "lr_factor=0.5"],

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_prorl.config import Config, DataSource
+from nemo_prorl.config import Config, DataSource, warms_up
 from nemo_prorl.errors import ConfigError, DataError
-from nemo_prorl.lifecycle.base_model import base_folder, initial_model, warms_up, warmup_records
+from nemo_prorl.lifecycle.base_model import base_folder, initial_model, warmup_records
 from nemo_prorl.own_functions import is_place
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def check_stages(cfgs: Sequence[DictConfig], will_start: bool = True) -> Iterato
                 "rewards": cfg.rewards,
                 "context": cfg.trainer.grpo.context_tokens,
                 "model": str(_tokenizer_folder(cfg)[0]),
-                "warmup": cfg.trainer.warmup if warms_up(cast(Config, cfg)) else None,
+                "warmup": cfg.trainer.warmup if warms_up(cfg) else None,
             }
         )
         if key not in checked:
@@ -159,7 +159,7 @@ def check_prompts(
 
     lengths = PromptLengths(folder, cfg.data)
     fitted = fit(cfg, LoadedData(train, validation), lengths)
-    will_warm_up = warms_up(cast(Config, cfg)) and not base_folder(cast(Config, cfg), Path(cfg.run_dir)).exists()
+    will_warm_up = warms_up(cfg) and not base_folder(cast(Config, cfg), Path(cfg.run_dir)).exists()
     if will_warm_up and every:
         for record in warmup_records(cast(Config, cfg), fit(cfg, LoadedData(list(every), []), lengths).train):
             warmup_target(record)

@@ -9,15 +9,14 @@ from collections.abc import Iterator
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl.algorithms.reset_rules import LEAST_BASELINE, LEAST_DIFFERENCES
 from nemo_prorl.algorithms.schedule import begins_with_reset, emptying, fixed_resets, rate_of_run, warmup_steps
-from nemo_prorl.config import ADVISING_RULES, RESET_RULES, Config, ResetRulesConfig, SchedKeys
+from nemo_prorl.config import ADVISING_RULES, RESET_RULES, ResetRulesConfig, SchedKeys, warms_up
 from nemo_prorl.files import TEMPORARY
-from nemo_prorl.lifecycle.base_model import warms_up
 from nemo_prorl.lifecycle.retention import newest_state, step_folder
 from nemo_prorl.rewards.functions import changed_code, code_of
 from nemo_prorl.sizing.memory import is_small
@@ -63,7 +62,7 @@ def cautions(cfg: DictConfig, old: DictConfig | None = None) -> Iterator[str]:
     state = newest_state(Path(cfg.run_dir))
     done = state.get("resets", {}).get("done", [])
     yield from _changed_functions(cfg, state)
-    if cfg.pretrained_checkpoint.restore_from_path and not state and warms_up(cast(Config, cfg)):
+    if cfg.pretrained_checkpoint.restore_from_path and not state and warms_up(cfg):
         given = f"pretrained_checkpoint.restore_from_path={cfg.pretrained_checkpoint.restore_from_path}"
         yield (
             f"trainer.warmup.steps={cfg.trainer.warmup.steps}: before reinforcement learning, supervised steps train"

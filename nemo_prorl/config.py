@@ -558,6 +558,11 @@ def responses_per_step(cfg: Any) -> int:
     return int(cfg.trainer.grpo.prompts_per_step * cfg.trainer.grpo.samples_per_prompt)
 
 
+def warms_up(cfg: Any) -> bool:
+    """Return whether the run starts with supervised steps.  A run that continues another run never does."""
+    return bool(cfg.trainer.warmup.steps > 0 and cfg.chain.after is None and cfg.chain.start_from is None)
+
+
 class ConfigKey(NamedTuple):
     """A key of the schema, as `all_keys` yields it."""
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_prorl.config import Config
+from nemo_prorl.config import Config, warms_up
 from nemo_prorl.errors import ConfigError, DataError
 from nemo_prorl.files import new_folder
 from nemo_prorl.lifecycle.stages import Origin, take_over_model
@@ -37,11 +37,6 @@ def base_folder(cfg: Config, run_dir: Path) -> Path:
     It is RUN/base, which the trainer makes after the supervised warm-up; without warm-up, the initial model.
     """
     return run_dir / "base" if warms_up(cfg) else initial_model(cfg, run_dir)
-
-
-def warms_up(cfg: Config) -> bool:
-    """Return whether the run starts with supervised steps.  A run that continues another run never does."""
-    return cfg.trainer.warmup.steps > 0 and cfg.chain.after is None and cfg.chain.start_from is None
 
 
 def warmup_records(cfg: Config, train: "Sequence[LoadedSource]") -> "list[Record]":

@@ -10,10 +10,10 @@ from typing import cast
 from omegaconf import DictConfig
 
 from nemo_prorl.algorithms.schedule import warmup_steps
-from nemo_prorl.config import Config, num_data_ranks, responses_per_step
+from nemo_prorl.config import Config, num_data_ranks, responses_per_step, warms_up
 from nemo_prorl.config_changes import FORKED, changes
 from nemo_prorl.data.prepared import missing_files, task_of
-from nemo_prorl.lifecycle.base_model import model_to_copy, warms_up
+from nemo_prorl.lifecycle.base_model import model_to_copy
 from nemo_prorl.lifecycle.retention import complete, read_state, step_of
 from nemo_prorl.lifecycle.stages import origin
 from nemo_prorl.lifecycle.tolerances import engine_gap_alarm, kl_after_reset
@@ -85,7 +85,7 @@ def run_rows(cfg: DictConfig, lengths: str = "not checked") -> dict[str, str]:
             else ""
         ),
         "warm-up": f"{trainer.warmup.steps} steps of {trainer.warmup.batch_size}, lr {trainer.warmup.lr:g}"
-        if warms_up(cast(Config, cfg))
+        if warms_up(cfg)
         else "none",
         "steps": str(grpo.max_steps),
         "a step": f"{grpo.prompts_per_step} prompts x {grpo.samples_per_prompt} = {responses} responses,"

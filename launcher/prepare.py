@@ -96,11 +96,11 @@ def check_beginning(cfg: DictConfig) -> None:
 def check_weights(cfg: DictConfig, folder: Path) -> None:
     """Raise ConfigError if the key `model`, config.json, weights and tokenizer of a folder are not of one model."""
     from nemo_prorl.checks import check_shape
-    from nemo_prorl.data.hf_config import read_config, weights_fault
-    from nemo_prorl.data.render import vocabulary_fault
+    from nemo_prorl.data.hf_config import read_config
+    from nemo_prorl.data.model_folder import model_fault
 
     check_shape(cfg.model, read_config(folder), str(folder))
-    if fault := weights_fault(folder) or vocabulary_fault(folder):
+    if fault := model_fault(folder):
         raise ConfigError(fault)
 
 
@@ -110,10 +110,9 @@ def start_faults(cfg: DictConfig) -> Iterator[tuple[ProrlError, bool]]:
     `settings.load_run` and `check_files` find other errors, `check_node` those of the machine.
     """
     from nemo_prorl.config_changes import check_same_run
-    from nemo_prorl.data.hf_config import missing_weights, weights_fault
     from nemo_prorl.data.hub import will_be_completed
+    from nemo_prorl.data.model_folder import missing_weights, model_fault
     from nemo_prorl.data.prepared import faults, is_elsewhere
-    from nemo_prorl.data.render import tokenizer_fault, vocabulary_fault
     from nemo_prorl.launcher.doctor.network import wandb_fault
     from nemo_prorl.lifecycle.retention import check_continuable, complete
     from nemo_prorl.planning.prompts import template_fault
@@ -130,8 +129,7 @@ def start_faults(cfg: DictConfig) -> Iterator[tuple[ProrlError, bool]]:
     yield from ((ConfigError(fault), is_elsewhere(cfg)) for fault in faults(cfg))
     given = cfg.pretrained_checkpoint.restore_from_path
     if given and not will_be_completed(folder := Path(given)):
-        of_model = tokenizer_fault(folder) or template_fault(cfg.data, folder)
-        if of_model := of_model or weights_fault(folder) or vocabulary_fault(folder):
+        if of_model := model_fault(folder) or template_fault(cfg.data, folder):
             yield ConfigError(f"pretrained_checkpoint.restore_from_path={of_model}"), False
         if fault := missing_weights(folder):
             yield ConfigError(f"pretrained_checkpoint.restore_from_path={fault}"), True

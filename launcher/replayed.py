@@ -115,14 +115,15 @@ def start_of(run_dir: Path, first: int, last: int) -> tuple[Path | None, int]:
     begun = next((e for e in Journal(run_dir).events() if e["event"] == "start"), {})
     if not saved and begun.get("start_from"):
         raise ConfigError(
-            f"--from={first}: no checkpoint before this step is kept, and the run began from another one"
+            f"step {first}: no checkpoint before this step is kept, and the run began from another one"
             f" ({begun['start_from']}). Fix: keep more with trainer.grpo.keep_checkpoints=N"
         )
     checkpoint, before = (saved[-1], step_of(saved[-1])) if saved else (None, 0)
     if missing := [step for step in range(before + 1, last + 1) if stored_batch(run_dir, step) is None]:
         there = checkpoint or "the start of the run"
+        asked = f"step {first}" if first == last else f"steps {first} to {last}"
         raise ConfigError(
-            f"--from={first} --to={last}: the replay begins after {there}, and the batch of step {missing[0]} is not in"
+            f"{asked}: the replay begins after {there}, and the batch of step {missing[0]} is not in"
             f" {run_dir / 'batches'}. Fix: other steps; for later runs trainer.grpo.keep_batches=N, or `prorl control"
             " RUN keep-batches` while they are there"
         )

@@ -105,8 +105,8 @@ def _present(cfg: DictConfig) -> Any:
 
 def _check(cfg: DictConfig, data: Any, loaded: "LoadedData", will_start: bool) -> CheckedFiles:
     from nemo_prorl.data.blend import of_tasks
+    from nemo_prorl.data.model_folder import tokenizer_fault
     from nemo_prorl.data.prepared import generated_tasks
-    from nemo_prorl.data.render import tokenizer_fault
 
     complete = len(data.train) == len(cfg.data.train)
     if complete:

@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from nemo_prorl.algorithms.reset_rules import LEAST_BASELINE, LEAST_DIFFERENCES
 from nemo_prorl.algorithms.schedule import begins_with_reset, emptying, fixed_resets, rate_of_run, warmup_steps
 from nemo_prorl.config import ADVISING_RULES, RESET_RULES, ResetRulesConfig, SchedKeys, warms_up
+from nemo_prorl.data.model_folder import other_eos
 from nemo_prorl.files import TEMPORARY
 from nemo_prorl.lifecycle.retention import newest_state, step_folder
 from nemo_prorl.rewards.functions import changed_code, code_of
@@ -62,12 +63,15 @@ def cautions(cfg: DictConfig, old: DictConfig | None = None) -> Iterator[str]:
     state = newest_state(Path(cfg.run_dir))
     done = state.get("resets", {}).get("done", [])
     yield from _changed_functions(cfg, state)
-    if cfg.pretrained_checkpoint.restore_from_path and not state and warms_up(cfg):
-        given = f"pretrained_checkpoint.restore_from_path={cfg.pretrained_checkpoint.restore_from_path}"
+    given = cfg.pretrained_checkpoint.restore_from_path
+    if given and not state and warms_up(cfg):
         yield (
             f"trainer.warmup.steps={cfg.trainer.warmup.steps}: before reinforcement learning, supervised steps train"
-            f" over the weights of {given}. Fix: trainer.warmup.steps=0; if they are untrained, leave it"
+            f" over the weights of pretrained_checkpoint.restore_from_path={given}. Fix: trainer.warmup.steps=0; if"
+            " they are untrained, leave it"
         )
+    if given and (fault := other_eos(Path(given))):
+        yield f"pretrained_checkpoint.restore_from_path={fault}"
     yield from _resets(cfg)
     yield from _useless_resets(cfg, state.get("step", 0), [reset["step"] for reset in done])
     yield from _blind_roll_backs(cfg, state.get("step", 0), [reset["step"] for reset in done])

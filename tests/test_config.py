@@ -436,8 +436,8 @@ class TestModelFolder:
             ({"rope_interleaved": True}, "rope_interleaved=True is not supported"),
             ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} is not supported"),
             ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has 'sliding_attention'"),
-            ({"num_hidden_layers": None}, "num_hidden_layers=None: expected a whole number"),
-            ({"max_position_embeddings": "many"}, "max_position_embeddings=many: expected a whole number"),
+            ({"num_hidden_layers": None}, "num_hidden_layers=null: expected a whole number"),
+            ({"max_position_embeddings": "many"}, 'max_position_embeddings="many": expected a whole number'),
         ],
         ids=str,
     )

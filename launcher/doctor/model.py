@@ -12,9 +12,9 @@ from omegaconf import DictConfig
 from nemo_prorl.checks import check_shape
 from nemo_prorl.config import Config
 from nemo_prorl.data import parquet as tables
-from nemo_prorl.data.hf_config import missing_weights, read_config, weights_fault
+from nemo_prorl.data.hf_config import read_config
+from nemo_prorl.data.model_folder import missing_weights, no_eos, no_template, tokenizer_fault, weights_fault
 from nemo_prorl.data.prepared import missing_files, task_of
-from nemo_prorl.data.render import no_template, tokenizer_fault
 from nemo_prorl.files import objects_in
 from nemo_prorl.launcher.doctor.check import Check, NoAnswer, ask
 from nemo_prorl.lifecycle.base_model import initial_model
@@ -86,7 +86,7 @@ def check_model(cfg: DictConfig) -> Iterator[Check]:
         return
     facts = TokenizerFacts(**answer)
     yield judge_vocabulary(facts, config.get("vocab_size"))
-    yield from judge_eos(facts, config, generation)
+    yield judge_eos(facts, config, generation, folder)
     missing = len(missing_files(cfg)) if cfg.data.prompt == "as_written" else 0  # otherwise the key decides
     yield judge_chat(facts, source_with_messages(cfg), missing)
 
@@ -109,29 +109,20 @@ def judge_vocabulary(facts: TokenizerFacts, rows: Any) -> Check:
     return Check("tokenizer", "pass", text)
 
 
-def judge_eos(facts: TokenizerFacts, config: dict[str, Any], generation: dict[str, Any]) -> Iterator[Check]:
+def judge_eos(facts: TokenizerFacts, config: dict[str, Any], generation: dict[str, Any], folder: Path) -> Check:
     """Judge whether the model's files name the eos of the tokenizer, the only token at which a run ends a response."""
     if facts.eos is None:
-        yield Check("eos", "fail", "the tokenizer has no eos token", "set eos_token in tokenizer_config.json")
-        return
-    in_config, in_generation = _ids(config.get("eos_token_id")), _ids(generation.get("eos_token_id"))
-    token = "to the token that ends a response"
-    cure_config = f"set eos_token in tokenizer_config.json and eos_token_id in config.json {token}"
-    cure_generation = f"set both {token}; a run ends a response only at the tokenizer's eos"
-    for file, ids, state, cure in (
-        ("config", in_config, "fail", cure_config),
-        ("generation_config", in_generation, "warn", cure_generation),
-    ):
-        if ids and facts.eos not in ids:
-            text = f"the tokenizer's eos is {facts.eos}; that of {file}.json is {_listed(ids)}"
-            yield Check("eos", state, text, cure)
-            return
-    if others := (in_config | in_generation) - {facts.eos}:
+        return _failed("eos", no_eos(folder))
+    text = f"the tokenizer's eos is {facts.eos}; that of"
+    for file, content in (("config", config), ("generation_config", generation)):
+        if (ids := _ids(content.get("eos_token_id"))) and facts.eos not in ids:
+            cure = "set both to the token that ends a response; a run ends a response only at the tokenizer's eos"
+            return Check("eos", "warn", f"{text} {file}.json is {_listed(ids)}", cure)
+    if others := (_ids(config.get("eos_token_id")) | _ids(generation.get("eos_token_id"))) - {facts.eos}:
         cure = "if the model ends its responses with the tokenizer's eos, do nothing: a run ends a response only there"
         text = f"the tokenizer's eos is {facts.eos}; the model's files also name {_listed(others)}"
-        yield Check("eos", "warn", text, cure)
-    else:
-        yield Check("eos", "pass", f"{facts.eos} in the tokenizer and in the model's files")
+        return Check("eos", "warn", text, cure)
+    return Check("eos", "pass", f"{facts.eos} in the tokenizer and in the model's files")
 
 
 def _ids(value: Any) -> set[int]:

@@ -11,6 +11,8 @@ from nemo_prorl.errors import ConfigError
 
 ARCHITECTURES = ("qwen2", "qwen3", "llama")
 _FIX = "Fix: another model, of Qwen2, Qwen2.5, Qwen3 or Llama (docs/tutorial/model.md has the keys)"
+_FIX_FILE = "Fix: the model's own config.json"
+_DTYPES = "float32", "bfloat16", "float16"
 # Keys that change the computation, with the values that the actor supports.  An absent key means the first value.
 COMPUTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
@@ -27,6 +29,7 @@ _SIZES = {  # NeMo's name of each size of a model, and its name in config.json
     "num_attention_heads": "num_attention_heads",
     "max_position_embeddings": "max_position_embeddings",
 }
+HEAD = "lm_head.weight"
 _LLAMA3 = {  # NeMo's name of each number of Llama 3's rotary scaling, and its name in config.json
     "scale_factor": "factor",
     "low_freq_factor": "low_freq_factor",
@@ -46,7 +49,8 @@ def model_keys(hf: dict[str, Any], whose: str) -> dict[str, Any]:
         ConfigError: a size is missing, or the actor cannot compute the model.
     """
     check_computed(hf, whose)
-    keys = {nemo: _size(hf, name, whose) for nemo, name in _SIZES.items()}
+    keys = {nemo: size_of(hf, name, whose) for nemo, name in _SIZES.items()}
+    size_of(hf, "vocab_size", whose)
     heads, hidden, kind = keys["num_attention_heads"], keys["hidden_size"], hf.get("model_type")
     head_size = hf.get("head_dim") or hidden // heads
     rope = rope_settings(hf)
@@ -74,6 +78,10 @@ def check_computed(hf: dict[str, Any], whose: str) -> None:
         if (value := hf.get(key, values[0])) not in values:
             names = " or ".join(map(repr, values))
             raise ConfigError(f"{whose}: {key}={value!r} is not supported; expected {names}. {_FIX}")
+    dtype = hf.get("torch_dtype") or hf.get("dtype")
+    if dtype is not None and dtype not in _DTYPES:
+        key = "torch_dtype" if hf.get("torch_dtype") else "dtype"
+        raise ConfigError(f"{whose}: {key}={dtype!r}: expected one of {', '.join(_DTYPES)}. {_FIX_FILE}")
     if kind != "qwen2" and hf.get("attention_bias"):  # Qwen2 ignores this key
         raise ConfigError(
             f"{whose}: attention_bias=True is not supported for {kind}; expected False, because the actor's output"
@@ -99,9 +107,9 @@ def check_computed(hf: dict[str, Any], whose: str) -> None:
 def tensor_shapes(hf: dict[str, Any], whose: str) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor of a model by its Hugging Face name.
 
-    Raises ConfigError: as `model_keys`, or vocab_size is missing.
+    Raises ConfigError: as `model_keys`.
     """
-    keys, vocab = model_keys(hf, whose), _size(hf, "vocab_size", whose)
+    keys, vocab = model_keys(hf, whose), hf["vocab_size"]
     hidden, ffn, heads = keys["hidden_size"], keys["ffn_hidden_size"], keys["num_attention_heads"]
     size = hf.get("head_dim") or hidden // heads
     queries, values = heads * size, keys["num_query_groups"] * size
@@ -118,78 +126,26 @@ def tensor_shapes(hf: dict[str, Any], whose: str) -> dict[str, tuple[int, ...]]:
         layer |= {f"self_attn.{x}_norm.weight": (size,) for x in "qk"}
     shapes = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
     if not keys["share_embeddings_and_output_weights"]:
-        shapes["lm_head.weight"] = (vocab, hidden)
+        shapes[HEAD] = (vocab, hidden)
     names = ((n, name) for n in range(keys["num_layers"]) for name in layer)
     return {**shapes, **{f"model.layers.{n}.{name}": layer[name] for n, name in names}}
 
 
-def weights_fault(folder: Path) -> str | None:
-    """Return how the weights in a model folder differ from its config.json, and the cure; None if they do not.
+def takes_part(tensor: str, hf: dict[str, Any]) -> bool:
+    """Return whether a stored tensor of this name takes part in a model's computation.
 
-    Only the headers of the *.safetensors files are read.  Without such files there is no fault.
-
-    Raises ConfigError: config.json cannot be read, or the actor does not support the model.
+    Older versions of transformers stored rotary frequencies, and some the output layer of a model that shares the
+    embedding's weights.
     """
-    found: dict[str, tuple[int, ...]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            found |= _shapes_in(file)
-        except (OSError, ValueError, KeyError) as error:
-            return f"{file}: expected a whole file in the safetensors format ({error}). Fix: copy it again"
-    if not found:
-        return None
-    wanted = tensor_shapes(read_config(folder), str(folder / "config.json"))
-    more = [name for name in found if name not in wanted and not name.endswith(_WITHOUT_EFFECT)]
-    if lacking := [name for name in wanted if name not in found]:
-        fault = f"{len(lacking)} tensors that config.json asks for are missing, such as {lacking[0]}"
-    elif more:
-        fault = f"{len(more)} tensors that config.json does not have, such as {min(more)}"
-    else:
-        wrong = next((name for name, shape in wanted.items() if found[name] != shape), None)
-        if wrong is None:
-            return None
-        fault = f"{wrong} has the shape {list(found[wrong])}; config.json asks for {list(wanted[wrong])}"
-    return f"{folder}: the weights are not of this config.json: {fault}. Fix: config.json and weights of one model"
-
-
-def missing_weights(folder: Path) -> str | None:
-    """Return that a model folder has no weights that are read, and the cure; None if it has them."""
-    if any(folder.glob("*.safetensors")):
-        return None
-    cure = (
-        "copy the model's model.safetensors, or all its model-*.safetensors, into it:"
-        f" hf download NAME --include '*.safetensors' --local-dir {folder}"
-    )
-    if others := sorted(file.name for file in folder.glob("*.bin")):
-        cure = (
-            f'convert {others[0]} with transformers: python -c "from transformers import AutoModelForCausalLM as M;'
-            f" M.from_pretrained('{folder}').save_pretrained('{folder}')\""
-        )
-    return f"{folder}: no weights (*.safetensors). Fix: {cure}"
-
-
-# Tensors that older versions of transformers wrote, and the output layer where it shares the embedding's weights.
-_WITHOUT_EFFECT = ("rotary_emb.inv_freq", "lm_head.weight")
-
-
-def _shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors in a safetensors file.  Raises ValueError if the file is not whole."""
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        if not 0 < length <= (room := file.stat().st_size - 8):
-            raise ValueError("its header is cut off")
-        header = json.loads(opened.read(length))
-    header.pop("__metadata__", None)
-    if length + max((tensor["data_offsets"][1] for tensor in header.values()), default=0) > room:
-        raise ValueError("its end is cut off")
-    return {name: tuple(tensor["shape"]) for name, tensor in header.items()}
+    return not (tensor.endswith("rotary_emb.inv_freq") or (tensor == HEAD and hf.get("tie_word_embeddings")))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the content of a model folder's config.json.  Raises ConfigError if it is missing or not JSON."""
     file = folder / "config.json"
     if not file.is_file():
-        raise ConfigError(f"{folder}: expected a Hugging Face model folder; it has no config.json")
+        what = "it has no config.json" if folder.is_dir() else "it does not exist"
+        raise ConfigError(f"{folder}: expected a Hugging Face model folder; {what}. Fix: the path of a complete one")
     try:
         config = json.loads(file.read_text())
     except ValueError as error:
@@ -213,10 +169,12 @@ def rope_theta(hf: dict[str, Any]) -> float | None:
     return None if base is None else float(base)
 
 
-def _size(hf: dict[str, Any], name: str, whose: str) -> int:
+def size_of(hf: dict[str, Any], name: str, whose: str) -> int:
+    """Return a size in a config.json.  Raises ConfigError if it is not a whole number of at least 1."""
     value = hf.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{whose}: {name}={value}: expected a whole number of at least 1")
+        got = json.dumps(value)  # with the quotation marks of a text
+        raise ConfigError(f"{whose}: {name}={got}: expected a whole number of at least 1. {_FIX_FILE}")
     return value
 
 

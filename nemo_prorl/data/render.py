@@ -1,6 +1,5 @@
 """Converts prompts to token ids and responses to text, with the policy's tokenizer and chat template."""
 
-import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_prorl.config import DataConfig
+from nemo_prorl.data.model_folder import no_eos, no_template, syntax_fault, tokenizer_fault
 from nemo_prorl.errors import ConfigError, DataError
 from nemo_prorl.rewards.interface import opened_thought
 
@@ -25,52 +25,6 @@ and then gives the answer.
 User: {prompt}
 Assistant: <think>
 """
-
-
-# One of these has the vocabulary of a tokenizer.
-_VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model", "*.tiktoken")
-
-
-def tokenizer_fault(folder: Path) -> str | None:
-    """Return which files of a tokenizer a model folder lacks, and the cure; None if it has them."""
-    lacks = [] if (folder / "tokenizer_config.json").is_file() else ["no tokenizer_config.json"]
-    if not any(True for pattern in _VOCABULARIES for _ in folder.glob(pattern)):
-        lacks.append("no vocabulary (tokenizer.json, or vocab.json with merges.txt)")
-    if not lacks:
-        return None
-    return (
-        f"{folder}: {' and '.join(lacks)}, so no tokenizer. Fix: copy the model's tokenizer files into it, or name"
-        " another Hugging Face model folder"
-    )
-
-
-def vocabulary_fault(folder: Path) -> str | None:
-    """Return that a tokenizer has ids without a row in the embedding, and the cure; None if it has not.
-
-    Reads tokenizer.json only.
-    """
-    try:
-        tokenizer, rows = (json.loads((folder / f"{name}.json").read_text()) for name in ("tokenizer", "config"))
-        vocabulary, added = tokenizer["model"]["vocab"], [token["id"] for token in tokenizer.get("added_tokens", [])]
-        ids = range(len(vocabulary)) if isinstance(vocabulary, list) else vocabulary.values()
-        highest, size = max([*ids, *added], default=-1), int(rows["vocab_size"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None  # other checks name what is missing
-    if highest < size:
-        return None
-    return (
-        f"{folder}: the tokenizer has ids up to {highest}, and config.json has vocab_size={size}: some ids have no row"
-        " in the embedding. Fix: the model's own tokenizer"
-    )
-
-
-def no_template(need: str) -> str:
-    """Return that a tokenizer lacks the chat template that `need` (a key, a prompt) needs, and the cure."""
-    return (
-        f"the tokenizer has no chat template, which {need} needs. Fix: add the template of the model's chat variant to"
-        " the folder, as the file chat_template.jinja or the key chat_template of tokenizer_config.json; or"
-        " data.prompt=text, which makes text of messages"
-    )
 
 
 def written(prompt: str | list[dict[str, str]], form: str, system: str | None) -> str | list[dict[str, str]]:
@@ -111,9 +65,7 @@ class PromptRenderer:
         self._folder = folder
         self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         if self._tokenizer.eos_token_id is None:
-            raise ConfigError(
-                f"{folder}: the tokenizer does not have an eos token. Fix: set eos_token in tokenizer_config.json"
-            )
+            raise ConfigError(no_eos(folder))
         special = {at for at, token in self._tokenizer.added_tokens_decoder.items() if token.special}
         tags = set(self._tokenizer.convert_tokens_to_ids(["<think>", "</think>"])) - {self._tokenizer.unk_token_id}
         self._hidden = special - tags  # some tokenizers mark the tags as special; verifiers need them
@@ -161,7 +113,7 @@ class PromptRenderer:
 
     def _text(self, record: Mapping[str, Any]) -> str:
         """Return the prompt's text; a message list goes through the chat template."""
-        from jinja2 import TemplateError
+        from jinja2 import TemplateError, TemplateSyntaxError
 
         prompt = written(record["prompt"], self._form, self._system)
         if isinstance(prompt, str):
@@ -171,6 +123,8 @@ class PromptRenderer:
             raise ConfigError(f"record '{record['id']}': {self._folder}: {no_template(need)}")
         try:
             return str(self._tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False))
+        except TemplateSyntaxError as error:
+            raise ConfigError(syntax_fault(self._folder) or f"{self._folder}: its chat template: {error}") from error
         except TemplateError as error:  # a template refuses messages, such as two of the same role in a row
             raise DataError(
                 f"record '{record['id']}': the tokenizer's chat template refuses its messages: {error}. Fix: write the"

@@ -1,12 +1,12 @@
 """Shows for `prorl plan` what system prompt and chat template add to a prompt.  Does not import transformers."""
 
-import json
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from nemo_prorl.config import DataConfig
-from nemo_prorl.data.render import no_template, tokenizer_fault, written
+from nemo_prorl.data.model_folder import chat_template, no_template, syntax_fault, tokenizer_fault
+from nemo_prorl.data.render import written
 
 PROMPT = "PROMPT"  # stands for a record's prompt in the shown form
 
@@ -26,38 +26,26 @@ def prompt_form(data: DataConfig, model: str | None) -> str:
 
 
 def template_fault(data: DataConfig, folder: Path) -> str | None:
-    """Return that a model folder has no chat template, and the cure, if all prompts of a run go through it."""
-    if data.prompt != "chat" or _template(folder) is not None:
+    """Return what is wrong with a model folder's chat template, and the cure, if all prompts of a run go through it."""
+    if data.prompt != "chat":
         return None
-    return f"{folder}: {no_template('data.prompt=chat')}"
+    if chat_template(folder) is None:
+        return f"{folder}: {no_template('data.prompt=chat')}"
+    return syntax_fault(folder)
 
 
 def _through_template(messages: Any, model: str | None) -> str:
     if model is not None and tokenizer_fault(Path(model)):
         return "refused: the model folder has no tokenizer"
-    template = None if model is None else _template(Path(model))
+    if model is not None and (fault := syntax_fault(Path(model))):
+        return f"refused: {fault}"
+    template = None if model is None else chat_template(Path(model))
     if template is None:
         return "by the tokenizer's chat template" if model is None else "refused: the tokenizer has no chat template"
     try:
         return repr(_render(template, messages))
     except Exception as error:  # a template may raise anything; the run's own check has the last word
         return f"by the tokenizer's chat template (not shown: {type(error).__name__}: {error})"
-
-
-def _template(folder: Path) -> str | None:
-    """Return the chat template of a Hugging Face folder; None if there is none.
-
-    The template is chat_template.jinja, or without this file the key `chat_template` of tokenizer_config.json.
-    """
-    try:
-        if (file := folder / "chat_template.jinja").is_file():
-            return file.read_text(encoding="utf-8")
-        templates = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
-    except (OSError, ValueError):
-        return None
-    if isinstance(templates, list):  # several named templates
-        templates = {template["name"]: template["template"] for template in templates}.get("default")
-    return templates if isinstance(templates, str) else None
 
 
 def _render(template: str, messages: Any) -> str:

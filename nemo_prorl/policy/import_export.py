@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
@@ -159,16 +160,19 @@ class _FolderPlanner(DefaultSavePlanner):
 
 
 def write_policy(out: Path, folder: HFFolder, dtype: torch.dtype) -> None:
-    """Write the weights of a Hugging Face folder in Megatron's distributed format to the folder `out`."""
+    """Write the weights of a Hugging Face folder in Megatron's distributed format to the folder `out`.
+
+    Raises ConfigError: as `HFFolder.tensor`.
+    """
     vocab = -(-folder.config["vocab_size"] // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     parts = parts_of(folder.config, vocab)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch warns about the missing process group, which is intended
-        torch_distributed_save(
-            {},
-            storage_writer=FileSystemWriter(out, single_file_per_rank=True, per_thread_copy_ahead=0),
-            planner=_FolderPlanner(parts, folder, dtype, vocab),
-        )
+        writer = FileSystemWriter(out, single_file_per_rank=True, per_thread_copy_ahead=0)
+        try:
+            torch_distributed_save({}, storage_writer=writer, planner=_FolderPlanner(parts, folder, dtype, vocab))
+        except CheckpointException as error:  # it holds the error of each rank, of which there is one
+            raise error.failures[0][0] from None
     torch.save({}, out / "common.pt")
     backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     common = {"common_backend": "torch", "common_backend_version": 1}

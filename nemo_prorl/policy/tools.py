@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nemo_prorl import settings
-from nemo_prorl.data.render import tokenizer_fault, vocabulary_fault
+from nemo_prorl.data.model_folder import model_fault
 from nemo_prorl.errors import ConfigError, DamagedCheckpoint
 from nemo_prorl.files import TEMPORARY, new_folder, write_json
 from nemo_prorl.lifecycle.checkpoints import ImportedState
@@ -33,7 +33,7 @@ def import_hf(hf_dir: Path, out: Path) -> None:
     """
     _refuse_existing(out)
     folder = HFFolder(hf_dir)
-    if fault := tokenizer_fault(folder.path) or vocabulary_fault(folder.path):
+    if fault := model_fault(folder.path):
         raise ConfigError(fault)  # a run would refuse it
     with new_folder(out) as temporary:
         write_policy(temporary, folder, dtype_of(folder.config))

@@ -18,7 +18,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from nemo_prorl.data.hf_config import check_computed, missing_weights, read_config, weights_fault
+from nemo_prorl.data.hf_config import check_computed, read_config
+from nemo_prorl.data.model_folder import missing_weights, weights_fault
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.files import new_folder, write_json
 
@@ -186,11 +187,17 @@ class HFFolder:
             raise ConfigError(missing_weights(self.path) or f"{self.path}: its *.safetensors files have no tensor")
 
     def tensor(self, name: str) -> Tensor:
-        """Return a whole tensor in the file's dtype, on the CPU.  A missing tensor raises KeyError with the folder."""
+        """Return a whole tensor in the file's dtype, on the CPU.
+
+        Raises KeyError, with the folder, for a missing tensor; ConfigError for one with values that are not finite.
+        """
         if name not in self._file_of:
             raise KeyError(f"{self.path} has no tensor {name}")
         with safe_open(self._file_of[name], "pt") as f:
-            return f.get_tensor(name)
+            tensor = f.get_tensor(name)
+        if (~tensor.isfinite()).any():
+            raise ConfigError(f"{self._file_of[name]}: {name} has NaN or infinite values. Fix: copy the file again")
+        return tensor
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name in sorted(self._file_of):

@@ -14,7 +14,6 @@ actor.  On the meta device, with the actor in three larger shapes: its bytes in 
 (benchmarks/memory_rehearsal.py).  The numbers have not been measured on GPUs.
 """
 
-import json
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl.config import num_data_ranks
-from nemo_prorl.errors import ConfigError
+from nemo_prorl.data.hf_config import read_config, size_of
 from nemo_prorl.sizing.devices import smallest_gpu_bytes
 from nemo_prorl.sizing.phases import ASLEEP, AWAKE, PHASES, RESETTING, SAVING, phase_bytes
 from nemo_prorl.sizing.widths import widest
@@ -51,7 +50,7 @@ _SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "half": 2, "float": 4}
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The dimensions of a Qwen2 or Llama model."""
+    """The dimensions of a Qwen2, Qwen3 or Llama model."""
 
     layers: int
     hidden: int  # size of the hidden states
@@ -63,6 +62,7 @@ class ModelShape:
     padded_vocab: int  # rows of Megatron's embedding
     tied: bool
     qkv_bias: bool
+    qk_norm: bool = False
 
     @classmethod
     def of(cls, model: DictConfig, vocab: int) -> "ModelShape":
@@ -78,6 +78,7 @@ class ModelShape:
             padded_vocab=-(-vocab // divisor) * divisor,
             tied=bool(model.get("share_embeddings_and_output_weights")),
             qkv_bias=bool(model.get("qkv_bias")),
+            qk_norm=bool(model.get("qk_layernorm")),
         )
 
     @property
@@ -189,10 +190,7 @@ def vocabulary(cfg: DictConfig) -> tuple[int, str]:
     folder = Path(given) if given else Path(cfg.run_dir) / "init"
     file = folder / "config.json"
     if given or file.is_file():
-        rows = json.loads(file.read_text()).get("vocab_size")
-        if not isinstance(rows, int) or isinstance(rows, bool) or rows < 1:
-            raise ConfigError(f"{file}: vocab_size={rows}: expected a whole number of at least 1")
-        return rows, str(file)
+        return size_of(read_config(folder), "vocab_size", str(file)), str(file)
     model = cfg.model
     known = KNOWN_VOCABULARIES.get((model.num_layers, model.hidden_size, model.ffn_hidden_size))
     if known:
@@ -207,9 +205,10 @@ def linear_weights(shape: ModelShape, tp: int = 1) -> int:
 
 
 def layer_parameters(shape: ModelShape, tp: int = 1) -> int:
-    """Count one layer's parameters on one tensor rank: its part of weights and biases, and both norms in full."""
+    """Count one layer's parameters on one tensor rank: its part of weights and biases, and all norms in full."""
     biases = shape.queries + 2 * shape.kv if shape.qkv_bias else 0
-    return linear_weights(shape, tp) + biases // tp + 2 * shape.hidden
+    norms = 2 * shape.hidden + (2 * shape.head_size if shape.qk_norm else 0)
+    return linear_weights(shape, tp) + biases // tp + norms
 
 
 def parameters(shape: ModelShape, padded: bool = False) -> int:
@@ -237,7 +236,7 @@ def rank_tensors(shape: ModelShape, layout: Layout) -> list[int]:
     cut += [qkv] if shape.qkv_bias else []
     words = -(-shape.padded_vocab // layout.tp) * shape.hidden
     ends = 2 if layout.pp == 1 and not shape.tied else 1
-    layer = [count // layout.tp for count in cut] + [shape.hidden] * 2
+    layer = [count // layout.tp for count in cut] + [shape.hidden] * 2 + [shape.head_size] * 2 * shape.qk_norm
     return shape.layers // layout.pp * layer + [shape.hidden] + ends * [words]
 
 

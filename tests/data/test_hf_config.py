@@ -78,7 +78,7 @@ def test_keys_that_change_nothing(change: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"num_attention_heads": True}, "num_attention_heads=True: expected a whole number of at least 1"),
+        ({"num_attention_heads": True}, "num_attention_heads=true: expected a whole number of at least 1"),
         ({"hidden_size": 0}, "hidden_size=0: expected a whole number of at least 1"),
         (
             {"num_key_value_heads": 5},

@@ -111,20 +111,23 @@ def test_the_limit_leaves_out_training_prompts_and_no_validation_prompt(
 def test_a_prompt_that_fills_the_context_is_named(
     model: Path, tmp_path: Path, records: list[dict[str, Any]], part: str
 ) -> None:
-    long = [(source(tmp_path, "held"), [record("long-7", "three one " * 40)])]
+    long = [(source(tmp_path, "held"), [record("long-7", "three one " * 40), *records[3:4]])]
     mine = [(source(tmp_path), records[:3])]
     data = LoadedData([*mine, *long], []) if part == "train" else LoadedData(mine, long)
     tokens = PromptLengths(model, DataConfig()).of(*long[0])[0]
     with pytest.raises(DataError) as caught:
         fitted(model, data)
     text = str(caught.value)
-    assert f"data.{part}, source 'held': 1 of 1 prompts; the longest, record 'long-7', has {tokens} tokens" in text
+    assert f"data.{part}, source 'held': 1 of 2 prompts; the longest, record 'long-7', has {tokens} tokens" in text
     assert "source 'mine'" not in text
     fix = "Fix: data.max_prompt_tokens below 16" if part == "train" else f"--tokenizer {model} --max-prompt-tokens 15"
     assert fix in text
     assert "\n  The tokenizer was made for data.train, so words that data.train lacks take more tokens.\nFix: " in text
     assert f"trainer.grpo.context_tokens above {tokens}" in text
     if part == "train":
+        data = LoadedData([*mine, (long[0][0], long[0][1][:1])], [])
+        with pytest.raises(DataError, match="1 of 1 prompts(.|\n)*\nFix: trainer.grpo.context_tokens above"):
+            fitted(model, data)
         with pytest.raises(DataError, match=r"'held': 1 of 1 prompts .*max_prompt_tokens=9 .*no record is left"):
             fitted(model, data, "data.max_prompt_tokens=9")
 

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl import cli, settings
 from nemo_prorl.data.laptop.model import qwen2_config
-from nemo_prorl.data.render import tokenizer_fault
+from nemo_prorl.data.model_folder import tokenizer_fault
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.files import write_text
 from nemo_prorl.launcher import doctor
@@ -208,19 +208,19 @@ def test_the_vocabulary() -> None:
         (2, {"eos_token_id": 2}, {"eos_token_id": 2}, "pass"),
         (2, {"eos_token_id": 2}, {}, "pass"),
         (2, {}, {}, "pass"),
-        (2, {"eos_token_id": 3}, {}, "fail"),
+        (2, {"eos_token_id": 3}, {}, "warn"),
         (2, {"eos_token_id": 2}, {"eos_token_id": 3}, "warn"),
         (2, {"eos_token_id": [2, 3]}, {}, "warn"),
         (2, {"eos_token_id": 2}, {"eos_token_id": [2, 3]}, "warn"),
-        (None, {"eos_token_id": 2}, None, "fail"),
+        (None, {"eos_token_id": 2}, {}, "fail"),
     ],
 )
 def test_eos(eos: int | None, config: dict[str, Any], generation: dict[str, Any], state: str) -> None:
-    assert states(model.judge_eos(replace(TOKENIZER, eos=eos), config, generation)) == [state]
+    assert model.judge_eos(replace(TOKENIZER, eos=eos), config, generation, Path("m")).state == state
 
 
 def test_eos_that_only_generation_config_contradicts_is_told_as_that() -> None:
-    [check] = model.judge_eos(TOKENIZER, {"eos_token_id": 2}, {"eos_token_id": [4, 3]})
+    check = model.judge_eos(TOKENIZER, {"eos_token_id": 2}, {"eos_token_id": [4, 3]}, Path("m"))
     assert check.text == "the tokenizer's eos is 2; that of generation_config.json is 3 and 4"
 
 

@@ -43,8 +43,9 @@ def shape(
         (shape(24, 896, 4864, 14, 2, 151_936, True, True), 494_032_768),  # Qwen2-0.5B
         (shape(28, 3584, 18944, 28, 4, 152_064, False, True), 7_615_616_512),  # Qwen2-7B
         (shape(32, 4096, 14336, 32, 8, 128_256, False, False), 8_030_261_248),  # Llama-3-8B
+        (m.ModelShape(28, 1024, 3072, 16, 8, 128, 151_936, 151_936, True, False, qk_norm=True), 596_049_920),
     ],
-    ids=["qwen2-1.5b", "r1-distill-1.5b", "qwen2-0.5b", "qwen2-7b", "llama-3-8b"],
+    ids=["qwen2-1.5b", "r1-distill-1.5b", "qwen2-0.5b", "qwen2-7b", "llama-3-8b", "qwen3-0.6b"],
 )
 def test_parameters_are_those_of_published_models(model: m.ModelShape, published: int) -> None:
     assert m.parameters(model) == published
@@ -76,7 +77,7 @@ def test_the_vocabulary_is_the_folders_or_a_named_assumption(tmp_path: Path) -> 
     cfg = settings.load(["run_dir=run"])
     (tmp_path / "run" / "init").mkdir(parents=True)
     (tmp_path / "run" / "init" / "config.json").write_text('{"vocab_size": "many"}')
-    with pytest.raises(ConfigError, match=r"init/config.json: vocab_size=many"):
+    with pytest.raises(ConfigError, match=r"init/config.json: vocab_size=\"many\""):
         m.vocabulary(cfg)
 
 

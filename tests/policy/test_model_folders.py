@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nemo_prorl import cli, settings
-from nemo_prorl.data.hf_config import tensor_shapes, weights_fault
-from nemo_prorl.data.render import no_template, vocabulary_fault
+from nemo_prorl.data.hf_config import tensor_shapes
+from nemo_prorl.data.model_folder import no_template, vocabulary_fault, weights_fault
 from nemo_prorl.policy.tools import export_hf, import_hf
+from nemo_prorl.rollout.engine.weight_load import shapes_of_model
 from tests.policy.models import MODELS, QWEN2, shapes_of, write_model
 
 CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -35,6 +36,30 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda model: os.truncate(model / "model.safetensors", 50_000),
         "model.safetensors: expected a whole file in the safetensors format .its end is cut off.. Fix: copy it again",
     ),
+    "a whole number": (
+        lambda model: change_tensor(model, "model.norm.weight", lambda tensor: tensor.to(torch.int8)),
+        "model.norm.weight has the dtype I8; expected F32 or BF16 or F16",
+    ),
+    "head of its own": (
+        lambda model: tie(model, more=1),
+        "tie_word_embeddings=true in config.json, but lm_head.weight differs from model.embed_tokens.weight",
+    ),
+    "dtype": (
+        lambda model: change_config(model, torch_dtype="bf16"),
+        "torch_dtype='bf16': expected one of float32, bfloat16, float16. Fix: the model's own config.json",
+    ),
+    "size as text": (
+        lambda model: change_config(model, hidden_size="64"),
+        'hidden_size="64": expected a whole number of at least 1. Fix: the model',
+    ),
+    "no vocabulary size": (
+        lambda model: change_config(model, vocab_size=None),
+        "(?<!interpolation: )/[^ ]*: vocab_size=null: expected a whole number of at least 1",
+    ),
+    "no eos": (
+        lambda model: change_tokenizer(model, eos_token=None),
+        "the tokenizer does not have an eos token.* set eos_token in tokenizer_config.json",
+    ),
     "header": (lambda model: os.truncate(model / "model.safetensors", 90), "its header is cut off"),
 }
 
@@ -51,8 +76,28 @@ def change_config(model: Path, **changes: Any) -> None:
     (model / "config.json").write_text(json.dumps(config | changes))
 
 
+def change_tensor(model: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor], to: str = "") -> None:
+    tensors = load_file(model / "model.safetensors")
+    save_file(tensors | {to or name: change(tensors[name])}, model / "model.safetensors")
+
+
+def change_tokenizer(model: Path, **changes: Any) -> None:
+    file = model / "tokenizer_config.json"
+    (model / "special_tokens_map.json").unlink(missing_ok=True)
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def tie(model: Path, more: float = 0) -> None:
+    """Make a model share the weights of its embedding and output layer; the file has both, and `more` in the latter."""
+    change_config(model, tie_word_embeddings=True)
+    change_tensor(model, "model.embed_tokens.weight", lambda tensor: tensor + more, to="lm_head.weight")
+
+
 CASES = [(command, name) for name in CHANGES for command in ("import-hf", "plan")]
 CASES += [(command, "another size") for command in ("train --dry-run", "train", "doctor")]
+CASES += [
+    (command, name) for name in ("head of its own", "no eos") for command in ("train --dry-run", "train", "doctor")
+]
 
 
 @pytest.mark.parametrize(("command", "name"), CASES)
@@ -127,7 +172,8 @@ def test_weights_of_their_config_have_no_fault(name: str, tmp_path: Path) -> Non
     assert tensor_shapes(MODELS[name], "config.json") == shapes_of(MODELS[name])
     assert weights_fault(model) is None
     tensors = load_file(model / "model.safetensors")  # as older versions of transformers wrote, and of a tied head
-    more = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8), "lm_head.weight": torch.zeros(99, 64)}
+    head = tensors["model.embed_tokens.weight" if MODELS[name]["tie_word_embeddings"] else "lm_head.weight"].clone()
+    more = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8), "lm_head.weight": head}
     save_file(tensors | more, model / "model.safetensors")
     assert weights_fault(model) is None
     (model / "model.safetensors").unlink()
@@ -150,3 +196,49 @@ def test_a_policy_is_exported_in_the_dtype_of_the_engines(dtype: str, tmp_path: 
         **json.loads((model / "config.json").read_text()),
         "torch_dtype": dtype,
     }
+
+
+def test_a_tensor_with_values_that_are_not_finite_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = write_model(tmp_path / "model", QWEN2)
+    change_tensor(model, "model.norm.weight", lambda tensor: tensor * float("nan"))
+    assert cli.main(["import-hf", str(model), str(tmp_path / "imported")]) == 2
+    assert "model.safetensors: model.norm.weight has NaN or infinite values. Fix: copy the file again" in caplog.text
+    assert not (tmp_path / "imported").exists()
+
+
+def test_an_output_layer_that_is_stored_though_it_is_the_embedding_changes_nothing(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", QWEN2)
+    tie(model)
+    assert weights_fault(model) is None
+    assert "lm_head.weight" not in shapes_of_model(str(model))  # what the trainer publishes for the engines
+    import_hf(model, tmp_path / "imported")
+    export_hf(tmp_path / "imported", tmp_path / "exported")
+    tensors, exported = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "exported"))
+    assert sorted(exported) == sorted(tensors.keys() - {"lm_head.weight"})
+    assert all(torch.equal(exported[name], tensors[name]) for name in exported)
+
+
+@pytest.mark.parametrize("command", [["plan"], ["train", "--dry-run"]])
+def test_a_chat_template_that_is_not_jinja_is_refused_with_its_line(
+    command: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = write_model(tmp_path / "model", QWEN2 | {"num_attention_heads": 2, "num_key_value_heads": 1})
+    (model / "chat_template.jinja").write_text("{% for message in messages %}\n{{ message.content }")
+    words = [*command, f"run_dir={tmp_path / 'run'}", f"pretrained_checkpoint.restore_from_path={model}"]
+    assert cli.main([*words, "data.prompt=chat"]) == 2
+    assert f"{model}: the chat template is not Jinja: line 2: " in caplog.text
+    assert cli.main([*words, "data.prompt=text"]) == 0
+    (model / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    )
+    assert cli.main([*words, "data.prompt=chat"]) == 0  # transformers has this tag
+
+
+def test_another_end_token_in_config_json_is_a_caution(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = write_model(tmp_path / "model", QWEN2 | {"num_attention_heads": 2, "num_key_value_heads": 1})
+    words = ["plan", f"run_dir={tmp_path / 'run'}", f"pretrained_checkpoint.restore_from_path={model}"]
+    assert cli.main(words) == 0
+    assert "eos" not in caplog.text
+    change_config(model, eos_token_id=7)
+    assert cli.main(words) == 0
+    assert f"{model}: the tokenizer's eos is 2; config.json has eos_token_id=7. A run ends" in caplog.text

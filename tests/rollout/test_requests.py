@@ -125,6 +125,7 @@ def test_response_seeds_differ_in_every_part_and_stay_what_they_are() -> None:
 def test_a_file_is_checked_by_its_header(tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
     save_file({"a": torch.zeros(2, 3), "b": torch.zeros(4, dtype=torch.bfloat16)}, path)
+    (tmp_path / "config.json").write_text("{}")
     shapes: Shapes = {"a": (2, 3), "b": (4,)}
     only_a: Shapes = {"a": (2, 3)}
     assert read_header(str(path)) == shapes == shapes_of_model(str(tmp_path))

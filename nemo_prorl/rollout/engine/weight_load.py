@@ -5,9 +5,12 @@ Runs in the rollout environment.  Importing this module imports neither torch no
 
 import os
 import stat
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
+
+from nemo_prorl.data.hf_config import read_config, takes_part
 
 if TYPE_CHECKING:
     from nemo_prorl.rollout.checksums import Held
@@ -32,7 +35,7 @@ def read_header(path: str) -> Shapes:
 
 
 def shapes_of_model(folder: str) -> Shapes:
-    """Return {tensor name: shape} of all safetensors files in a Hugging Face model folder.
+    """Return {tensor name: shape} of what the model computes with, from a Hugging Face model folder.
 
     Raises UnfitWeights for a folder without weights.
     """
@@ -42,7 +45,8 @@ def shapes_of_model(folder: str) -> Shapes:
             shapes.update(read_header(os.path.join(folder, name)))
     if not shapes:
         raise UnfitWeights(f"{folder}: contains no *.safetensors file.  Fix: export the model to this folder")
-    return shapes
+    hf = read_config(Path(folder))
+    return {name: shape for name, shape in shapes.items() if takes_part(name, hf)}
 
 
 def check_fits(path: str, folder: str, shapes: Shapes) -> None:

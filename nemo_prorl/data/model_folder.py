@@ -1,0 +1,233 @@
+"""What is wrong with a Hugging Face model folder, from its files alone: weights, tokenizer, chat template.
+
+Each function returns the fault with its cure, or None.  Neither torch nor transformers is imported, so that all
+commands refuse the same folders with the same words, before a GPU is allocated.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nemo_prorl.data.hf_config import HEAD, read_config, takes_part, tensor_shapes
+
+_EMBEDDING = "model.embed_tokens.weight"
+_DTYPES = ("F32", "BF16", "F16")
+_CHUNK = 1 << 24  # bytes that are compared at once
+# One of these has the vocabulary of a tokenizer.
+_VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model", "*.tiktoken")
+_TEMPLATE_FILES = "chat_template in tokenizer_config.json, or chat_template.jinja"
+
+
+def model_fault(folder: Path) -> str | None:
+    """Return the first of all faults for which every run refuses a folder.
+
+    Raises ConfigError: as `weights_fault`.
+    """
+    return weights_fault(folder) or tokenizer_fault(folder) or vocabulary_fault(folder) or eos_fault(folder)
+
+
+class _Tensor(NamedTuple):
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int  # bytes from the start of the file
+    end: int
+
+
+def weights_fault(folder: Path) -> str | None:
+    """Return how the weights in a model folder differ from its config.json.
+
+    Of the *.safetensors files only the headers are read, and a tied model's output layer, if it is stored.  Without
+    such files there is no fault.
+
+    Raises ConfigError: config.json cannot be read, or the actor does not support the model.
+    """
+    found: dict[str, _Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            found |= _tensors_in(file)
+        except (OSError, ValueError, KeyError) as error:
+            return f"{file}: expected a whole file in the safetensors format ({error}). Fix: copy it again"
+    if not found:
+        return None
+    hf = read_config(folder)
+    wanted = tensor_shapes(hf, str(folder / "config.json"))
+    more = [name for name in found if name not in wanted and takes_part(name, hf)]
+    wrong = next((name for name, shape in wanted.items() if name in found and found[name].shape != shape), None)
+    other = next((name for name in wanted if name in found and found[name].dtype not in _DTYPES), None)
+    if lacking := [name for name in wanted if name not in found]:
+        fault = f"{len(lacking)} tensors that config.json asks for are missing, such as {lacking[0]}"
+    elif more:
+        fault = f"{len(more)} tensors that config.json does not have, such as {min(more)}"
+    elif wrong is not None:
+        fault = f"{wrong} has the shape {list(found[wrong].shape)}; config.json asks for {list(wanted[wrong])}"
+    elif other is not None:
+        fault = f"{other} has the dtype {found[other].dtype}; expected {' or '.join(_DTYPES)}"
+    elif HEAD in found and HEAD not in wanted and not _equal(found[HEAD], found[_EMBEDDING]):
+        return (
+            f"{folder}: tie_word_embeddings=true in config.json, but {HEAD} differs from {_EMBEDDING}: the model has"
+            " an output layer of its own. Fix: tie_word_embeddings=false in config.json, or delete this tensor"
+        )
+    else:
+        return None
+    return f"{folder}: the weights are not of this config.json: {fault}. Fix: {_OWN}"
+
+
+_OWN = "config.json and weights of one model, in floating point"
+
+
+def missing_weights(folder: Path) -> str | None:
+    """Return that a model folder has no weights that are read."""
+    if any(folder.glob("*.safetensors")):
+        return None
+    cure = (
+        "copy the model's model.safetensors, or all its model-*.safetensors, into it:"
+        f" hf download NAME --include '*.safetensors' --local-dir {folder}"
+    )
+    if others := sorted(file.name for file in folder.glob("*.bin")):
+        cure = (
+            f'convert {others[0]} with transformers: python -c "from transformers import AutoModelForCausalLM as M;'
+            f" M.from_pretrained('{folder}').save_pretrained('{folder}')\""
+        )
+    return f"{folder}: no weights (*.safetensors). Fix: {cure}"
+
+
+def _tensors_in(file: Path) -> dict[str, _Tensor]:
+    """Return the tensors of a safetensors file by name.  Raises ValueError if the file is not whole."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if not 0 < length <= (room := file.stat().st_size - 8):
+            raise ValueError("its header is cut off")
+        header = json.loads(opened.read(length))
+    header.pop("__metadata__", None)
+    if length + max((tensor["data_offsets"][1] for tensor in header.values()), default=0) > room:
+        raise ValueError("its end is cut off")
+    start = 8 + length
+    return {
+        name: _Tensor(file, one["dtype"], tuple(one["shape"]), *(start + at for at in one["data_offsets"]))
+        for name, one in header.items()
+    }
+
+
+def _equal(one: _Tensor, two: _Tensor) -> bool:
+    if (one.dtype, one.shape) != (two.dtype, two.shape):
+        return False
+    with one.file.open("rb") as first, two.file.open("rb") as second:
+        first.seek(one.begin)
+        second.seek(two.begin)
+        size = one.end - one.begin
+        parts = (min(_CHUNK, size - at) for at in range(0, size, _CHUNK))
+        return all(first.read(part) == second.read(part) for part in parts)
+
+
+def tokenizer_fault(folder: Path) -> str | None:
+    """Return which files of a tokenizer a model folder lacks."""
+    lacks = [] if (folder / "tokenizer_config.json").is_file() else ["no tokenizer_config.json"]
+    if not any(True for pattern in _VOCABULARIES for _ in folder.glob(pattern)):
+        lacks.append("no vocabulary (tokenizer.json, or vocab.json with merges.txt)")
+    if not lacks:
+        return None
+    return (
+        f"{folder}: {' and '.join(lacks)}, so no tokenizer. Fix: copy the model's tokenizer files into it, or name"
+        " another Hugging Face model folder"
+    )
+
+
+def vocabulary_fault(folder: Path) -> str | None:
+    """Return that a tokenizer has ids without a row in the embedding.  Reads tokenizer.json only."""
+    ids, rows = _ids(folder), _json(folder / "config.json").get("vocab_size")
+    highest = max(ids.values(), default=-1)
+    if not isinstance(rows, int) or highest < rows:
+        return None  # other checks name what is missing
+    return (
+        f"{folder}: the tokenizer has ids up to {highest}, and config.json has vocab_size={rows}: some ids have no row"
+        " in the embedding. Fix: the model's own tokenizer"
+    )
+
+
+def eos_fault(folder: Path) -> str | None:
+    """Return that a tokenizer has no eos token.  A class with an eos of its own, such as Qwen2Tokenizer, has one."""
+    settings = _tokenizer_settings(folder)
+    is_plain = settings.get("tokenizer_class") == "PreTrainedTokenizerFast"
+    if settings.get("eos_token") or not (is_plain or "eos_token" in settings):
+        return None
+    return no_eos(folder)
+
+
+def no_eos(folder: Path) -> str:
+    return f"{folder}: the tokenizer does not have an eos token. Fix: set eos_token in tokenizer_config.json"
+
+
+def other_eos(folder: Path) -> str | None:
+    """Return that config.json names other eos tokens than the tokenizer, whose eos alone ends a response of a run."""
+    token, named = _tokenizer_settings(folder).get("eos_token"), _json(folder / "config.json").get("eos_token_id")
+    own = _ids(folder).get(token["content"] if isinstance(token, dict) else token or "")
+    others = named if isinstance(named, list) else [named]
+    if own is None or named is None or own in others:
+        return None
+    return (
+        f"{folder}: the tokenizer's eos is {own}; config.json has eos_token_id={named}. A run ends a response only at"
+        " the tokenizer's. Fix: set both to the token with which this model ends a response"
+    )
+
+
+def chat_template(folder: Path) -> str | None:
+    """Return a folder's chat template: chat_template.jinja, or the key `chat_template` of tokenizer_config.json."""
+    try:
+        if (file := folder / "chat_template.jinja").is_file():
+            return file.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return None
+    templates = _json(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(templates, list):  # several named templates
+        templates = {template["name"]: template["template"] for template in templates}.get("default")
+    return templates if isinstance(templates, str) else None
+
+
+def no_template(need: str) -> str:
+    """Return that a tokenizer lacks the chat template that `need` (a key, a prompt) needs, and the cure."""
+    return (
+        f"the tokenizer has no chat template, which {need} needs. Fix: add the template of the model's chat variant to"
+        " the folder, as the file chat_template.jinja or the key chat_template of tokenizer_config.json; or"
+        " data.prompt=text, which makes text of messages"
+    )
+
+
+def syntax_fault(folder: Path) -> str | None:
+    """Return that a folder's chat template is not Jinja."""
+    if (template := chat_template(folder)) is None:
+        return None
+    from jinja2 import TemplateSyntaxError
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    try:  # transformers' environment; its tag `generation` stands in templates for training
+        ImmutableSandboxedEnvironment(extensions=[loopcontrols]).parse(template)
+    except TemplateSyntaxError as error:
+        if "tag 'generation'" in str(error):
+            return None
+        return f"{folder}: the chat template is not Jinja: line {error.lineno}: {error}. Fix: repair {_TEMPLATE_FILES}"
+    return None
+
+
+def _tokenizer_settings(folder: Path) -> dict[str, Any]:
+    return _json(folder / "special_tokens_map.json") | _json(folder / "tokenizer_config.json")
+
+
+def _ids(folder: Path) -> dict[str, int]:
+    """Return the id of each token in tokenizer.json; {} if it is missing, or of another form."""
+    tokenizer = _json(folder / "tokenizer.json")
+    try:
+        words = tokenizer["model"]["vocab"]
+        ids = {word: at for at, (word, *_) in enumerate(words)} if isinstance(words, list) else dict(words)
+        return ids | {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}
+    except (KeyError, TypeError, ValueError):
+        return {}
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -195,7 +195,7 @@ class HFFolder:
             raise KeyError(f"{self.path} has no tensor {name}")
         with safe_open(self._file_of[name], "pt") as f:
             tensor = f.get_tensor(name)
-        if (~tensor.isfinite()).any():
+        if not tensor.isfinite().all():
             raise ConfigError(f"{self._file_of[name]}: {name} has NaN or infinite values. Fix: copy the file again")
         return tensor
 

@@ -85,6 +85,8 @@ class MetaGpu(LiveBytes):
         def placed(x: Any) -> Any:
             if not isinstance(x, Tensor) or id(x) in arguments:
                 return arguments.get(id(x), x)
+            if x.dtype == torch.bool and x.dim() == 0 and not on_gpu:  # a check of values that are not there: it holds
+                return torch.ones((), dtype=torch.bool)
             return x if on_gpu else torch.empty_strided(x.size(), x.stride(), dtype=x.dtype)
 
         args, kwargs = tree_map(sized, (args, kwargs))

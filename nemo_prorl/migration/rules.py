@@ -4,6 +4,7 @@
 the other trainer's defaults.  So a number that the file leaves out becomes an override, too.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -126,9 +127,14 @@ def _plain(value: Any) -> Any:
 
 def _is_usable(theirs: str, ours: str, value: Any, made: Converted) -> bool:
     if ours in _PERIODS | {STEPS} and isinstance(value, int | float) and value < 1:
-        means = f"is a share of all steps: set {ours}" if value > 0 else f"means never; here {ours} keeps its own value"
         default = "" if theirs in made.given else " (the default)"
-        made.notes += [f"{theirs}={value}{default} {means}"] if ours != STEPS else []  # the epochs decide
+        means = f"{theirs}={value}{default} means never; here {ours} keeps its own value"
+        if value > 0 and STEPS in made.overrides:
+            made.overrides[ours] = math.ceil(value * made.overrides[STEPS])
+        elif value > 0:
+            made.unknown[ours] = f"{theirs}={value} is a share of all steps"
+        else:
+            made.notes += [means] if ours != STEPS else []  # the epochs decide
         return False
     if theirs == "grpo.max_num_steps" and value is not None and value >= _NO_LIMIT:
         return False  # the epochs end the run
@@ -150,7 +156,7 @@ def _sort_rest(made: Converted, named: Mapping[str, Any], trainer: str) -> None:
         elif last in _EPOCHS and trainer != "trl":  # TRL's max_steps counts alone
             made.notes.append(f"{key}={value}: the run ends there if the data end before {STEPS}")
         elif (mistake := _mistake(key, trainer)) is not None:
-            made.misspelt[f"{key}={value}"] = mistake
+            made.misspelt[f"{key}={str(value)[:60]}"] = mistake
         elif last in _RECOMPUTE:
             made.notes.append(f"{key}={value}: add +model.activations_checkpoint_granularity=full if memory is short")
         elif group := next((one for one in tables["ignored"] if last == one or fnmatch(key, one)), None):
@@ -219,7 +225,9 @@ def _mistake(key: str, trainer: str) -> str | None:
             return None
         if part not in names:
             ours, keys = meant(key), table(trainer)["keys"] | table(trainer)["derived"]
-            near = [theirs for theirs, one in keys.items() if one == ours] or get_close_matches(part, sorted(names), 1)
+            near = [theirs for theirs, one in keys.items() if one == ours] or get_close_matches(
+                part, sorted(names), 1, 0.8
+            )
             return f"did you mean {near[0]}?" if near else "no such setting"
     return None
 

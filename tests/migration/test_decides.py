@@ -183,7 +183,7 @@ def test_scaled_rewards_of_nemo_rl_scale_the_overlong_penalty(
     ("given", "every", "told"),
     [
         ("eval_steps=5", None, "eval_steps=5 without eval_strategy=steps: TRL never evaluates"),
-        ("eval_strategy='steps'", 500, None),
+        ("eval_strategy='steps'", 10, None),
         ("eval_strategy='steps', logging_steps=20, steps_per_generation=4", 5, None),
     ],
 )
@@ -196,6 +196,95 @@ def test_trl_evaluates_only_with_a_strategy(
     )
     assert ("never evaluates" in comments) == (told is not None)
     assert told is None or told in comments
+
+
+TRAINER = "GRPOTrainer('org/model'"
+SPLIT = "per_device_train_batch_size=8, num_generations=8"
+
+
+@pytest.mark.parametrize(
+    ("given", "told", "code"),
+    [
+        (
+            "importance_sampling_level='sequence_token'",
+            f"  {GRPO}.loss: importance_sampling_level=sequence_token has",
+            2,
+        ),
+        ("loss_type='cispo', epsilon_high=5., importance_sampling_level='x'", "importance_sampling_level=x has no", 2),
+        ("scale_rewards='std'", f"  {GRPO}.advantage: scale_rewards=std has no counterpart here; group_norm is", 2),
+        ("multi_objective_aggregation='normalize_then_sum'", "  multi_objective_aggregation=normalize_then_sum: ", 2),
+        (
+            "loss_type='dr_grpo', entropy_coef=0.01",
+            ".entropy_coef: the entropy is a mean over tokens there, and its",
+            2,
+        ),
+        ("loss_type='dr_grpo', entropy_coef=0.01", "0.01 * max_completion_length / (mean tokens of a response)", 2),
+        ("loss_type='dr_grpo', use_adaptive_entropy=True", ".step: the entropy is a mean over tokens there", 2),
+        ("loss_type='grpo', entropy_coef=0.01", "entropy bonus: the mean over a micro-batch's tokens there", 0),
+        ("use_adaptive_entropy=True, entropy_coef=0.01", "begins at 0.01 there, and is at least 0; here both are 0", 0),
+        ("use_adaptive_entropy=True, steps_per_generation=4", "0.005: of an update there, of a step's 4 updates", 0),
+        (f"beta=0.)\n{TRAINER}, tools=[multiply]", "  tools: tools=[multiply] has no value here; unless it is None", 2),
+        (f"beta=0.)\n{TRAINER}, environment_factory=Env", "a response is one turn here", 2),
+        (f"beta=0.)\n{TRAINER}, rollout_func=f", "it makes the responses there, of several turns perhaps", 2),
+        (
+            "generation_kwargs={'top_p': 0.9, 'temperature': 0.7}",
+            "  generation_kwargs.top_p=0.9: training samples from",
+            0,
+        ),
+        ("generation_kwargs={'temperature': 0.7}", "there the log-probabilities of the loss have temperature=1.0", 0),
+        ("generation_kwargs={'do_sample': False}", "  generation_kwargs.do_sample=False: training samples here", 2),
+        ("generation_kwargs=OPTIONS", "  generation_kwargs: generation_kwargs=OPTIONS has no value here", 2),
+        (f"{SPLIT}, steps_per_generation=4", "a gradient there is 0.25 of that here, which Adam hides, but not", 0),
+        (f"{SPLIT}, steps_per_generation=4", "trainer.gradient_clip_val=4 clips as there", 0),
+        (f"{SPLIT}, gradient_accumulation_steps=4, steps_per_generation=2", "trainer.gradient_clip_val=0.5 clips", 0),
+        (f"{SPLIT}, steps_per_generation=2, max_grad_norm=C", "trainer.gradient_clip_val=max_grad_norm * 2 clips", 2),
+        (
+            "save_strategy='epoch', save_steps=5",
+            f"save_strategy=epoch: not after a number of steps there; set {GRPO}",
+            0,
+        ),
+        ("eval_strategy='epoch'", f"eval_strategy=epoch: not after a number of steps there; set {GRPO}.validate_ev", 0),
+        ("optim='adafactor'", "  optim=adafactor: the optimizer is AdamW here", 2),
+        ("optim='adamw_8bit'", "  optim=adamw_8bit: AdamW's moments have fewer bits there", 0),
+        ("neftune_noise_alpha=5", "  neftune_noise_alpha=5: no noise is added to the embeddings here", 2),
+        (f"beta=0.)\n{TRAINER}, [..., sop]", "reward (reward_funcs=[FUNCTION, sop]): add", 0),
+        (
+            f"beta=0.)\n{TRAINER}, [a, get_soft_overlong_punishment(512, soft_punish_cache=99)]",
+            f"in its place, {GRPO}.shaping.overlong_tokens=99 with {GRPO}.shaping.overlong_penalty=(its weight) / (sum",
+            0,
+        ),
+    ],
+)
+def test_what_trl_does_otherwise_is_told(
+    given: str, told: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    comments = of(f"GRPOConfig(max_steps=100, {given})", tmp_path, capsys, code)[1]
+    assert told in comments
+    assert "unknown to" not in comments
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "absent"),
+    [
+        (
+            "generation_kwargs={'temperature': 0.7, 'max_tokens': 99}",
+            {"temperature=0.7", "max_response_tokens=99"},
+            "=",
+        ),
+        ("use_adaptive_entropy=True, steps_per_generation=4", {"adaptive_entropy.step=0.02"}, "="),
+        ("save_steps=0.1, eval_strategy='steps', eval_steps=0.055", {"checkpoint_every=10", "validate_every=6"}, "="),
+        ("save_strategy='epoch', save_steps=5", set(), "checkpoint_every"),
+        ("eval_strategy='epoch', eval_steps=5", {"validation_samples=8"}, "validate_every"),
+        ("evaluation_strategy='steps'", {"validate_every=10"}, "="),
+    ],
+)
+def test_what_trl_has_elsewhere_is_set(
+    given: str, expected: set[str], absent: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = of(f"GRPOConfig(max_steps=100, per_device_train_batch_size=8, {given})", tmp_path, capsys)[0]
+    assert {f"{GRPO}.{one}" for one in expected} <= overrides
+    assert "model.micro_batch_size=8" in overrides
+    assert not any(one.startswith(f"{GRPO}.{absent}") for one in overrides)
 
 
 def test_a_mask_of_cut_off_responses_is_not_called_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -225,9 +225,8 @@ def _mistake(key: str, trainer: str) -> str | None:
             return None
         if part not in names:
             ours, keys = meant(key), table(trainer)["keys"] | table(trainer)["derived"]
-            near = [theirs for theirs, one in keys.items() if one == ours] or get_close_matches(
-                part, sorted(names), 1, 0.8
-            )
+            near = [theirs for theirs, one in keys.items() if one == ours]
+            near = near or get_close_matches(part, sorted(names), 1, cutoff=0.8)
             return f"did you mean {near[0]}?" if near else "no such setting"
     return None
 

@@ -295,33 +295,64 @@ def _openrlhf(made: Converted) -> None:
     if VALIDATE_EVERY in made.overrides:
         set_validation(made, 4, 0.6, made.rest.get("rollout.top_p", 1))  # the defaults of eval.*
     _openrlhf_advantage(made)
+    in_loss = made.rest.get("algo.kl.use_loss")
     _openrlhf_kl(made)
+    terms = [key for key in (KL, ENTROPY) if made.overrides.get(key) and (key == ENTROPY or in_loss)]
+    if kind == "gspo" and terms:
+        text = f"actor.policy_loss_type=gspo: {' and '.join(terms)} weigh means over tokens there"
+        made.differs.append(f"{text}, means of responses' own means here, as the loss")
     _openrlhf_correction(made)
     set_draws(made, 0)
-    if (factor := take("reward.stop_properly_penalty_coef")) is not None:
-        if factor >= 0:
-            made.overrides[f"{GRPO}.unfinished_factor"] = factor
-        else:
-            made.differs.append(f"stop_properly_penalty_coef={factor}: the reward of cut-off responses there; not here")
-    if "bf16" in (take("ds.param_dtype"), "bf16" if take("bf16") else None):
+    _openrlhf_cut_off(made)
+    dtype = take("ds.param_dtype")
+    if take("bf16") or dtype == "bf16":
         set_bf16(made)
+    elif dtype is not None:
+        made.unknown["trainer.precision"] = (
+            f"ds.param_dtype={dtype} has no counterpart here; bf16 is what comes nearest"
+        )
     if take("data.apply_chat_template"):
         made.overrides["data.prompt"] = "chat"
     if take("vllm.enable_sleep"):
         made.overrides["rollout.sleep"] = 1
-    keys = [key for key in ("reward.remote_url", "train.agent_func_path") if key in made.rest]
-    if given := [f"{key}={take(key)}" for key in keys]:
+    if (url := take("reward.remote_url")) is not None:
         made.notes.append(
-            f"reward ({', '.join(given)}): add rewards.functions.TASK=FILE.py:score, where score(prompt, response,"
+            f"reward (reward.remote_url={url}): add rewards.functions.TASK=FILE.py:score, where score(prompt, response,"
             " truth) calls its function (docs/howto/reward_function.md)"
         )
     data = ["data.prompt_dataset", "eval.dataset", "data.input_key", "data.label_key"]
     tell_data(made, *data, most="data.max_samples", option="--limit")
 
 
+def _openrlhf_cut_off(made: Converted) -> None:
+    """Set what cut-off responses get: there the factor is for the reward with its overlong penalty."""
+    factor, buffer = (
+        made.take("reward.stop_properly_penalty_coef"),
+        made.overrides.get(f"{GRPO}.shaping.overlong_tokens"),
+    )
+    penalty = made.overrides.get(f"{GRPO}.shaping.overlong_penalty", 1)
+    if factor is not None:
+        made.overrides[f"{GRPO}.unfinished_factor"] = max(factor, 0)
+        if factor < 0:  # it is the whole reward of such a response
+            made.overrides[f"{GRPO}.unfinished_penalty"] = -factor
+        if buffer and factor != 1:
+            made.differs.append(
+                f"reward.stop_properly_penalty_coef={factor}: it is for the reward with its overlong penalty, so that a"
+                f" cut-off response has {max(factor, 0) * penalty:g} of that penalty there, {penalty:g} here"
+            )
+    if buffer and made.overrides.get(RESPONSE) is None:
+        text = (
+            "reward.overlong_buffer_len: without rollout.max_new_tokens the buffer ends at a response of data.max_len"
+        )
+        made.differs.append(f"{text} tokens there, at the end of the context here")
+
+
 def _openrlhf_advantage(made: Converted) -> None:
     take = made.take
     kind, without_std = take("algo.advantage.estimator"), take("algo.advantage.no_std_norm")
+    if kind not in ("gae", "reinforce") and "algo.advantage.gamma" in made.rest:
+        gamma = take("algo.advantage.gamma")
+        tell_unused(made, {"algo.advantage.gamma": gamma}, f"with algo.advantage.estimator={kind}")
     known = {"group_norm": "group_norm", "rloo": "leave_one_out", "reinforce_baseline": "reinforce_pp_baseline"}
     known |= {"dr_grpo": "mean_only"} | ({"reinforce_baseline": "mean_only"} if without_std else {})
     made.choose(ADVANTAGE, "algo.advantage.estimator", kind, known, "group_norm")

@@ -42,7 +42,7 @@ _WARMUP = f"{SCHED}.warmup_steps"
 _OVERLONG = "get_soft_overlong_punishment"
 _NAME = re.compile(r"[\w.]*\w")
 _SAVE_EVERY, _CLIP = f"{GRPO}.checkpoint_every", "trainer.gradient_clip_val"
-_FEWER_BITS = "adamw_anyprecision adamw_torch_4bit adamw_torch_8bit adamw_bnb_8bit adamw_8bit paged_adamw_8bit".split()
+_FEWER_BITS = re.compile(r"(paged_)?adamw_((bnb_|torch_)?[48]bit|anyprecision)")
 _UPDATE_COUNTS = [STEPS, _SAVE_EVERY, VALIDATE_EVERY, "trainer.resets.every", _WARMUP]
 _OF_OPTIMIZER = [LR, f"{SCHED}.name", *(f"model.optim.{key}" for key in ("betas", "eps", "weight_decay"))]
 
@@ -59,9 +59,8 @@ def trl(made: Converted) -> None:
         set_wandb(made)
     scale = str(take("scale_rewards")).lower()
     scales = {"false": "mean_only", "none": "mean_only", "batch": "reinforce_pp_baseline"}
-    made.choose(
-        ADVANTAGE, "scale_rewards", scale, scales | dict.fromkeys(("true", "group"), "group_norm"), "group_norm"
-    )
+    scales |= {"true": "group_norm", "group": "group_norm"}
+    made.choose(ADVANTAGE, "scale_rewards", scale, scales, "group_norm")
     if scale == "batch":
         made.differs.append("scale_rewards=batch: divided by the std of the rewards there, of the differences here")
     if (model := take("model")) is not None:
@@ -94,7 +93,7 @@ def _trl_optimizer(made: Converted) -> None:
         if (own := made.take(key)) is not None:
             why = f"{key}={own}: the script's own optimizer and schedule decide it"
             made.unknown |= dict.fromkeys(_OF_OPTIMIZER, why)
-    if made.rest.get("optim") in _FEWER_BITS:
+    if _FEWER_BITS.fullmatch(str(made.rest.get("optim"))):
         made.differs.append(f"optim={made.take('optim')}: AdamW's moments have fewer bits there")
 
 
@@ -146,22 +145,20 @@ def _trl_entropy(made: Converted) -> None:
         for key in keys:
             made.unknown.setdefault(
                 key,
-                f"the entropy is a mean over tokens there, and its sum is divided as the loss here:"
+                "the entropy is a mean over tokens there, and its sum is divided as the loss here:"
                 f" {made.overrides.get(key)} * max_completion_length / (mean tokens of a response) weighs the same",
             )
 
 
 def _trl_sampling(made: Converted) -> None:
     """Set what generation_kwargs has over the settings of the configuration."""
-    temperature = f"{GRPO}.temperature"
-    for key, ours in (("temperature", temperature), ("max_new_tokens", RESPONSE), ("max_tokens", RESPONSE)):
-        if (value := made.take(f"generation_kwargs.{key}")) is not None:
-            if ours == temperature:
-                made.differs.append(
-                    f"generation_kwargs.temperature={value} samples there, and is set; there the log-probabilities of"
-                    f" the loss have temperature={made.overrides.get(ours)}, here the same as the samples"
-                )
-            made.overrides[ours] = value
+    ours = f"{GRPO}.temperature"
+    if (value := made.take("generation_kwargs.temperature")) is not None:
+        text = f"generation_kwargs.temperature={value} samples there, and is set; the loss has log-probabilities of"
+        made.differs.append(f"{text} temperature={made.overrides.get(ours)} there, of that of the samples here")
+        made.overrides[ours] = value
+    for key in ("max_new_tokens", "max_tokens"):
+        made.overrides[RESPONSE] = made.take(f"generation_kwargs.{key}", made.overrides.get(RESPONSE))
 
 
 def _trl_engine(made: Converted) -> None:
@@ -278,8 +275,8 @@ def _trl_validation(made: Converted) -> None:
     )
     for key, value, ours in (("save", saves, _SAVE_EVERY), ("eval", strategy, VALIDATE_EVERY)):
         if value not in ("steps", *(("no", "false") if key == "eval" else ())):
-            for found in (made.overrides, made.unknown):
-                found.pop(ours, None)
+            made.overrides.pop(ours, None)
+            made.unknown.pop(ours, None)
             made.notes.append(f"{key}_strategy={value}: not after a number of steps there; set {ours}")
     if strategy in ("no", "false"):  # `no` of a YAML file is False
         every = made.overrides.pop(VALIDATE_EVERY, None)
@@ -292,9 +289,7 @@ def _trl_validation(made: Converted) -> None:
             if isinstance(steps, int | float) and steps >= 1:
                 made.overrides[VALIDATE_EVERY] = -(-int(steps) // made.overrides.get(UPDATES, 1))
             else:
-                made.unknown[VALIDATE_EVERY] = (
-                    f"logging_steps={steps}, which eval_steps is there, is no number of steps"
-                )
+                made.unknown[VALIDATE_EVERY] = f"eval_steps is logging_steps={steps} there, which is no number"
         set_validation(made, made.overrides.get(GROUP), made.overrides.get(f"{GRPO}.temperature"), top_p)
 
 
@@ -353,7 +348,7 @@ def _trl_rewards(made: Converted) -> None:
     if total == "1":
         return
     text = f"reward_funcs: a sum of rewards becomes a mean: divided by {total}"
-    if made.overrides[ADVANTAGE] == "mean_only" or ADVANTAGE in made.unknown:
+    if made.overrides.get(ADVANTAGE) == "mean_only" or ADVANTAGE in made.unknown:
         others = f"{KL}, {ENTROPY} and trainer.gradient_clip_val"
         made.differs.append(f"{text}, and so are advantages without a std; divide {others} by it, too")
     else:

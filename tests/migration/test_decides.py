@@ -13,9 +13,10 @@ MASK = VERL + "algorithm.rollout_correction.rollout_"
 
 
 def of(text: str, folder: Path, capsys: pytest.CaptureFixture[str], code: int = 0) -> tuple[set[str], str]:
-    """Return the overrides and all comments of a script of verl, a Python file of TRL, or a YAML file of NeMo-RL."""
-    trainer = "verl" if "main_ppo" in text else "trl" if "GRPOConfig" in text else "nemo_rl"
-    name = {"verl": "run.sh", "trl": "a.py", "nemo_rl": "grpo.yaml"}[trainer]
+    """Return the overrides and all comments of a script of verl or OpenRLHF, Python of TRL, or YAML of NeMo-RL."""
+    words = {"main_ppo": "verl", "train_ppo_ray": "openrlhf", "GRPOConfig": "trl"}
+    trainer = next((one for word, one in words.items() if word in text), "nemo_rl")
+    name = {"trl": "a.py", "nemo_rl": "grpo.yaml"}.get(trainer, "run.sh")
     overrides, comments = converted(trainer, text, folder / name, capsys, code)
     return set(overrides), "\n".join(comments)
 
@@ -231,7 +232,7 @@ SPLIT = "per_device_train_batch_size=8, num_generations=8"
             "  generation_kwargs.top_p=0.9: training samples from",
             0,
         ),
-        ("generation_kwargs={'temperature': 0.7}", "there the log-probabilities of the loss have temperature=1.0", 0),
+        ("generation_kwargs={'temperature': 0.7}", "the loss has log-probabilities of temperature=1.0 there", 0),
         ("generation_kwargs={'do_sample': False}", "  generation_kwargs.do_sample=False: training samples here", 2),
         ("generation_kwargs=OPTIONS", "  generation_kwargs: generation_kwargs=OPTIONS has no value here", 2),
         (f"{SPLIT}, steps_per_generation=4", "a gradient there is 0.25 of that here, which Adam hides, but not", 0),
@@ -261,6 +262,57 @@ def test_what_trl_does_otherwise_is_told(
     comments = of(f"GRPOConfig(max_steps=100, {given})", tmp_path, capsys, code)[1]
     assert told in comments
     assert "unknown to" not in comments
+
+
+OPENRLHF = (
+    "python3 -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path org/m --algo.advantage.estimator group_norm"
+)
+OPENRLHF += " --rollout.n_samples_per_prompt 8"
+CUT_OFF = "--reward.stop_properly_penalty_coef"
+BONUS = "--algo.kl.use_loss --algo.kl.estimator k2 --actor.policy_loss_type gspo"
+
+
+@pytest.mark.parametrize(
+    ("words", "told", "is_asked"),
+    [
+        (f"{CUT_OFF} 0.5 --reward.overlong_buffer_len 9", "has 0.5 of that penalty there, 1 here", False),
+        (f"{CUT_OFF} -0.5 --reward.overlong_buffer_len 9", "has 0 of that penalty there, 1 here", False),
+        ("--reward.overlong_buffer_len 9", "ends at a response of data.max_len", False),
+        ("--train.agent_func_path a.py", "  train.agent_func_path=a.py: its file makes the responses there", True),
+        ("--ds.param_dtype fp16", "  trainer.precision: ds.param_dtype=fp16 has no counterpart here", True),
+        ("--actor.optim muon --actor.muon.lr 0.02", "  actor.optim=muon: the optimizer is AdamW here", True),
+        (BONUS, f"actor.policy_loss_type=gspo: {GRPO}.kl_coef weigh means over tokens there", False),
+        (f"{BONUS} --actor.entropy_coef 0.1", f"gspo: {GRPO}.kl_coef and {GRPO}.entropy_coef weigh means over", False),
+        (
+            "--train.async_enable --train.async_queue_size 3",
+            "  train.async_enable=True: a batch may be train.asy",
+            True,
+        ),
+        ("--train.async_enable --async_queue_size 3", "  async_queue_size=3: so many steps ahead generates", False),
+        ("--algo.advantage.gamma 0.9", "algo.advantage.gamma=0.9 has no effect there, with algo.advantage.est", False),
+        ("--data.input_template Q:{}", "  data.input_template=Q:{}: without data.apply_chat_template it is", False),
+        ("--data.max_images_per_prompt 2", "  data.max_images_per_prompt=2: prompts are text here", True),
+    ],
+)
+def test_what_openrlhf_does_otherwise_is_told(
+    words: str, told: str, is_asked: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    comments = of(f"{OPENRLHF} {words}", tmp_path, capsys, code=2)[1]  # its runs have epochs
+    asked = comments.split("not the same as in")[0]
+    assert (told in asked) == is_asked
+    assert told in comments
+    assert "unknown to" not in comments
+
+
+def test_a_fixed_reward_of_cut_off_responses_is_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides, comments = of(f"{OPENRLHF} {CUT_OFF} -0.5", tmp_path, capsys, code=2)
+    assert {f"{GRPO}.unfinished_factor=0", f"{GRPO}.unfinished_penalty=0.5"} <= overrides
+    assert "stop_properly" not in comments
+
+
+def test_an_unknown_scale_of_several_rewards_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = f"GRPOConfig(max_steps=9, scale_rewards=how)\n{TRAINER}, [a, b])"
+    assert f"{GRPO}.advantage: scale_rewards=how has no value" in of(text, tmp_path, capsys, code=2)[1]
 
 
 @pytest.mark.parametrize(

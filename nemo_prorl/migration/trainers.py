@@ -48,7 +48,6 @@ from nemo_prorl.migration.schedules import (
 )
 from nemo_prorl.migration.trl import trl
 
-
 _ROLLOUT_CORRECTION, _BETAS = "algorithm.rollout_correction", [0.9, 0.999]
 # Data with rewards of 1 and -1, and those with 1 and 0, in verl/utils/reward_score/__init__.py.
 _SIGNED, _UNSIGNED = re.compile(r"dapo|aime"), re.compile(r"gsm8k|geo3k|geometry3k|lighteval|^math/")
@@ -65,9 +64,9 @@ def _verl(made: Converted) -> None:
         )
     if not re.fullmatch(r"(ppo|dapo)(_megatron)?_trainer(\.yaml)?", str(name := take("config_name", "ppo_trainer"))):
         made.unknown[f"config_name={name}"] = "what only this file sets was not read; the defaults are ppo_trainer's"
-    is_megatron = _verl_is_megatron(made, actor, name)
-    is_fsdp = not is_megatron and made.rest.get("trainer.use_legacy_worker_impl") != "disable"
-    _verl_optimizer(made, f"{actor}.optim", is_megatron, is_fsdp)
+    backend = _verl_backend(made, actor, name)
+    is_fsdp = backend == "fsdp" and made.rest.get("trainer.use_legacy_worker_impl") != "disable"
+    _verl_optimizer(made, f"{actor}.optim", backend == "megatron", is_fsdp)
     verl_schedule(made)
     _verl_advantage(made)
     _verl_kl(made, actor)
@@ -82,16 +81,17 @@ def _verl(made: Converted) -> None:
         _verl_correction(made)
     _verl_rewards(made)
     set_validation(made, 1, 0, 1)  # the defaults of val_kwargs
-    _verl_layout(made, is_megatron)
+    _verl_layout(made, backend == "megatron")
     _verl_loggers(made)
     if made.rest.get("actor_rollout_ref.rollout.name") == "vllm":
         made.needless.append(f"actor_rollout_ref.rollout.name={take('actor_rollout_ref.rollout.name')}")
     tell_data(made, "data.train_files", "data.val_files", most="data.train_max_samples", option="--size")
 
 
-def _verl_is_megatron(made: Converted, actor: str, config: str) -> bool:
+def _verl_backend(made: Converted, actor: str, config: str) -> str:
     told = f"{config} {made.rest.get(f'{actor}.strategy')} {made.rest.get('model_engine')}"
-    return "megatron" in told or any(key.startswith(f"{actor}.megatron.") for key in made.given)
+    told += " megatron" if any(key.startswith(f"{actor}.megatron.") for key in made.given) else " fsdp"
+    return next(one for one in ("veomni", "megatron", "fsdp") if one in told)
 
 
 def _verl_optimizer(made: Converted, optim: str, is_megatron: bool, is_fsdp: bool) -> None:

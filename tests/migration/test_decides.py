@@ -300,3 +300,26 @@ def test_words_built_in_an_if_are_read(
     assert lr is None or f"model.optim.lr={lr}" in overrides
     assert ("seed=7" in overrides) == (lr == "1e-06")
     assert ("$MORE: what it sets" in comments) == (lr is None)
+
+
+@pytest.mark.parametrize(
+    ("subject", "lr", "seed"),
+    [
+        ("fsdp", "1e-06", False),
+        ("fsdp2", "1e-06", False),
+        ("megatron", "2e-06", True),
+        ("other", "9e-06", False),
+        ("$(date)", None, None),
+    ],
+)
+def test_words_built_in_a_case_are_read(
+    subject: str, lr: str | None, seed: bool | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = f'backend={subject}\nlr=3e-6\ncase "$backend" in\n  fsdp | fsdp2) lr=1e-6 ;;\n  (mega*)\n    lr=2e-6\n'
+    text += f"    case $lr in 2e-6) A+=(data.seed=7) ;; esac\n    ;;\n  *) lr=9e-6;;\nesac\n{VERL} {ACTOR}.optim.lr=$lr"
+    overrides, comments = of(f'{text} "${{A[@]}}"', tmp_path, capsys, code=0 if lr else 2)
+    assert {one for one in overrides if one.startswith("model.optim.lr=")} == (
+        {f"model.optim.lr={lr}"} if lr else set()
+    )
+    assert ("seed=7" in overrides) == bool(seed)
+    assert ("data.seed=7 has no value here" in comments) == (seed is None)

@@ -243,7 +243,7 @@ def set_overlong(made: Converted, key: str, tokens: Any, penalty: Any, most: Any
         )
     made.overrides |= {f"{shaping}tokens": tokens, f"{shaping}penalty": penalty}
     if isinstance(context, int) and (longest or 0) + (made.overrides.get(PROMPT) or context) > context:
-        text = "where the context limits a response, its penalty begins earlier here, by as much as its prompt takes"
+        text = "where the context limits a response, its penalty begins earlier here by the tokens of its prompt"
         made.differs.append(f"{key}={most}: {text}")
 
 

@@ -208,7 +208,7 @@ def _verl_sampling(made: Converted) -> None:
         made.unknown[PROMPTS] = (
             "data.train_batch_size=0: fully_async_policy trains trigger_parameter_sync_step times on require_batches *"
             " ppo_mini_batch_size prompts between two transfers of the weights; their product is what comes nearest,"
-            " with rollout.own_devices=true and trainer.grpo.old_logp=engine"
+            " with cluster=h100_4x8_split and trainer.grpo.old_logp=engine"
         )
     drawn, batches = take("data.gen_batch_size"), take("algorithm.filter_groups.max_num_gen_batches")
     made.drawn = drawn

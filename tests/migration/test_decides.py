@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from nemo_prorl import cli
 from tests.migration.test_convert import GRPO, converted
 
 VERL = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo trainer.total_training_steps=9 "
@@ -237,9 +238,10 @@ def test_numbers_of_verl_are_those_of_its_source(
 
 def test_what_is_as_here_is_not_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = f"{NEMO}async_rl: {{sampler: {{name: in_order, max_lookahead_versions: 0}}}}\n"
-    text += "policy: {optimizer: {name: te.FusedAdam, kwargs: {master_weights: true}}}\n"
+    name = "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"
+    text += f"policy: {{optimizer: {{name: {name}, kwargs: {{master_weights: true}}}}}}\n"
     comments = of(text, tmp_path, capsys)[1]
-    assert "policy.optimizer.name=te.FusedAdam: the optimizer is AdamW here" in comments
+    assert f"policy.optimizer.name={name}" in comments.split("no override needed")[1]
     assert "  policy.optimizer.kwargs.master_weights=True" in comments
 
 
@@ -300,6 +302,65 @@ def test_words_built_in_an_if_are_read(
     assert lr is None or f"model.optim.lr={lr}" in overrides
     assert ("seed=7" in overrides) == (lr == "1e-06")
     assert ("$MORE: what it sets" in comments) == (lr is None)
+
+
+SHAPED = "reward_shaping: {enabled: true, overlong_buffer_length: 64, overlong_buffer_penalty: 1, max_response_length: "
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "told", "code"),
+    [
+        ("policy: {precision: bfloat16}", ["trainer.precision=bf16", "model.megatron_amp_O2=true"], None, 0),
+        ("policy: {precision: float32}", ["trainer.precision=32", "model.megatron_amp_O2=false"], None, 0),
+        ("policy: {precision: float16}", [], "trainer.precision: policy.precision=float16 has no counterpart", 2),
+        (
+            f"grpo: {{max_num_steps: 90, {SHAPED}192}}}}\npolicy: {{max_total_sequence_length: 512,"
+            " generation: {max_new_tokens: 256}}\ndata: {max_input_seq_length: 256}",
+            [f"{SHAPING}_tokens=128", f"{SHAPING}_penalty=2"],
+            "max_response_length=192: the penalty begins at 128 tokens there, and grows to the longest response",
+            0,
+        ),
+        (
+            f"grpo: {{max_num_steps: 90, {SHAPED}448}}}}\npolicy: {{max_total_sequence_length: 512}}",
+            [f"{SHAPING}_tokens=128", f"{SHAPING}_penalty=2"],
+            "=448: where the context limits a response, its penalty begins earlier here by the tokens of its prompt",
+            0,
+        ),
+        ("loss_fn: {positive_example_nll_weight: 0.1}", [], "nll_weight=0.1: there is no such term here", 2),
+        ("grpo: {max_num_steps: 90, advantage_clip_low: -5}", [], "low=-5: advantages are not clipped here", 2),
+        ("grpo: {max_num_steps: 90, overlong_filtering: true}", [], "no override leaves cut-off responses out", 2),
+        ("policy: {optimizer: {name: torch.optim.SGD}}", [], "torch.optim.SGD: the optimizer is AdamW here", 2),
+        ("data: {validation: {repeat: 16}}", [f"{GRPO}.validation_samples=16"], None, 0),
+        ("policy: {model_name: Qwen/Qwen3-30B-A3B}", [], "Qwen/Qwen3-30B-A3B: a mixture of experts or a vision", 2),
+        ("policy: {model_name: Qwen/Qwen2.5-VL-3B-Instruct}", [], "a mixture of experts or a vision model", 2),
+    ],
+)
+def test_numbers_of_nemo_rl_are_those_of_its_source(
+    text: str, expected: list[str], told: str | None, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = "" if text.startswith("grpo") else NEMO
+    overrides, comments = of(start + text, tmp_path, capsys, code)
+    assert set(expected) <= overrides
+    assert told is None or told in comments
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "told"),
+    [
+        ("grpo.yaml", "ppo: {max_num_steps: 90}\npolicy: {precision: bfloat16}", "got those of run_ppo, which also"),
+        (
+            "run.sh",
+            "source common.env\nuv run run_grpo.py --config $CONFIG grpo.max_num_steps=9",
+            "=$CONFIG: this file",
+        ),
+    ],
+)
+def test_what_cannot_be_read_of_nemo_rl_is_refused(
+    file: str, text: str, told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / file).write_text(text)
+    assert cli.main(["convert", "nemo_rl", str(tmp_path / file)]) == 2
+    assert told in caplog.text
 
 
 @pytest.mark.parametrize(

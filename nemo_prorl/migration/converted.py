@@ -228,10 +228,7 @@ def set_draws(made: Converted, factor: float) -> None:
 
 
 def set_overlong(made: Converted, key: str, tokens: Any, penalty: Any, most: Any) -> None:
-    """Set DAPO's penalty, which begins `tokens` before `most` (key: `key`) there, and has no bound.
-
-    Here it begins as many tokens before the longest response that the context and `max_response_tokens` allow.
-    """
+    """Set DAPO's penalty, which begins `tokens` before `most`, the value of `key`, there, and has no bound."""
     shaping, context = f"{GRPO}.shaping.overlong_", made.overrides.get(CONTEXT)
     longest = min((one for one in (context, made.overrides.get(RESPONSE)) if isinstance(one, int)), default=None)
     if longest and tokens and penalty is not None and most not in (None, longest):
@@ -245,15 +242,6 @@ def set_overlong(made: Converted, key: str, tokens: Any, penalty: Any, most: Any
     if isinstance(context, int) and (longest or 0) + (made.overrides.get(PROMPT) or context) > context:
         text = "where the context limits a response, its penalty begins earlier here by the tokens of its prompt"
         made.differs.append(f"{key}={most}: {text}")
-
-
-def set_precision(made: Converted, key: str, value: Any) -> None:
-    if value == "bfloat16":
-        set_bf16(made)
-    elif value == "float32":
-        made.overrides |= {"trainer.precision": 32, "model.megatron_amp_O2": False}
-    elif value is not None:
-        made.unknown["trainer.precision"] = f"{key}={value} has no counterpart here; bf16 is what comes nearest"
 
 
 def set_wandb(made: Converted, project: Any = None) -> None:

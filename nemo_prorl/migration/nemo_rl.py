@@ -1,5 +1,7 @@
 """The rules of NeMo-RL: they take settings out of `Converted.rest`, and set the overrides that these mean."""
 
+from typing import Any
+
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.migration.converted import (
     ADVANTAGE,
@@ -13,12 +15,12 @@ from nemo_prorl.migration.converted import (
     SAMPLING,
     VALIDATE_EVERY,
     Converted,
+    set_bf16,
     set_clip,
     set_correction,
     set_draws,
     set_kl_of_rewards,
     set_overlong,
-    set_precision,
     set_updates,
     set_validation,
     set_wandb,
@@ -63,15 +65,24 @@ def nemo_rl(made: Converted) -> None:
         every = f"{GRPO}.checkpoint_every"
         made.overrides.pop(every, None)
         made.notes.append(f"checkpointing.enabled=false means never; here {every} keeps its own value")
-    if (repeat := take("data.validation.repeat")) is not None:
-        samples = f"{GRPO}.validation_samples"
-        made.overrides[samples] = repeat * made.overrides.get(samples, 1)
     if VALIDATE_EVERY in made.overrides:
-        set_validation(made, 1, made.overrides.get(f"{GRPO}.temperature"), made.rest.get("policy.generation.top_p", 1))
-    set_precision(made, "policy.precision", take("policy.precision"))
+        samples = (take("data.validation.repeat") or 1) * made.overrides.pop(f"{GRPO}.validation_samples", 1)
+        set_validation(
+            made, samples, made.overrides.get(f"{GRPO}.temperature"), made.rest.get("policy.generation.top_p", 1)
+        )
+    _nemo_rl_precision(made, take("policy.precision"))
     if made.rest.get("logger.wandb_enabled"):
         set_wandb(made, take("logger.wandb.project"))
     tell_data(made, *[key for key in made.rest if key.endswith(_DATA)])
+
+
+def _nemo_rl_precision(made: Converted, precision: Any) -> None:
+    if precision == "bfloat16":
+        set_bf16(made)
+    elif precision == "float32":
+        made.overrides |= {"trainer.precision": 32, "model.megatron_amp_O2": False}
+    elif precision is not None:
+        made.unknown["trainer.precision"] = f"policy.precision={precision}: it is bf16 or 32 here"
 
 
 def _nemo_rl_kl(made: Converted) -> None:

@@ -108,14 +108,10 @@ def _verl_optimizer(made: Converted, optim: str, is_megatron: bool, is_fsdp: boo
         made.overrides["model.optim.eps"] = made.take(f"{own}_eps", 1e-8)
 
 
-def _has_own_rewards(made: Converted) -> bool:
-    return any("custom_reward_function" in key and key.endswith(".path") for key in made.rest)
-
-
 def _verl_span(made: Converted) -> int | None:
-    """Return by how much the rewards of a right and a wrong answer differ; None if the data's names do not say it."""
-    if _has_own_rewards(made):
-        return None
+    """Return by how much rewards differ; 0: the script's own rewards, None: the names of the data do not say it."""
+    if any("custom_reward_function" in key and key.endswith(".path") for key in made.rest):
+        return 0
     files = re.findall(r"[^\s,'\"\[\]]+", str(made.rest.get("data.train_files", "")))
     names = ["/".join(file.lower().split("/")[-2:]) for file in files]  # folder and file
     spans = {(bool(_SIGNED.search(name)), bool(_UNSIGNED.search(name))) for name in names}
@@ -193,11 +189,11 @@ def _verl_sampling(made: Converted) -> None:
     take = made.take
     tokens, penalty, most = (take(f"overlong_buffer_cfg.{key}") for key in ("len", "penalty_factor", "max_resp_len"))
     if take("overlong_buffer_cfg.enable"):
-        span, is_own = _verl_span(made), _has_own_rewards(made)
-        share = penalty if is_own or span == 1 or penalty is None else penalty / 2
+        span = _verl_span(made)
+        share = penalty if span in (0, 1) or penalty is None else penalty / 2
         text = f"verl's DAPO rewards are 1 and -1, those here 1 and 0: half of it, {share}, weighs the same"
         text += "" if span else "; where they are 1 and 0 (gsm8k, MATH, geo3k), the whole does"
-        if is_own:
+        if span == 0:
             text = "the same is set; if the script's own rewards are not 1 and 0, divide it by their distance"
         made.differs += [] if span == 1 else [f"overlong_buffer_cfg.penalty_factor={penalty}: {text}"]
         set_overlong(made, "overlong_buffer_cfg.max_resp_len", tokens, share, most)
@@ -205,11 +201,9 @@ def _verl_sampling(made: Converted) -> None:
         text = "main_dapo draws more prompts, verl.trainer.main_ppo ignores it"
         made.differs.append(f"algorithm.filter_groups.enable: {text}: then set {SAMPLING}.enabled=false")
     if made.overrides.get(PROMPTS) == 0:
-        made.unknown[PROMPTS] = (
-            "data.train_batch_size=0: fully_async_policy trains trigger_parameter_sync_step times on require_batches *"
-            " ppo_mini_batch_size prompts between two transfers of the weights; their product is what comes nearest,"
-            " with cluster=h100_4x8_split and trainer.grpo.old_logp=engine"
-        )
+        text = "its prompts are trigger_parameter_sync_step * require_batches * ppo_mini_batch_size; nearest is their"
+        text += " product, with cluster=h100_4x8_split and trainer.grpo.old_logp=engine"
+        made.unknown[PROMPTS] = f"data.train_batch_size=0, of fully_async_policy: {text}"
     drawn, batches = take("data.gen_batch_size"), take("algorithm.filter_groups.max_num_gen_batches")
     made.drawn = drawn
     if (prompts := made.overrides.get(PROMPTS)) and f"{SAMPLING}.max_draw_factor" not in made.unknown:
@@ -262,9 +256,9 @@ def _verl_bypass(made: Converted, is_fsdp: bool) -> None:
         tell_unused(made, {f"{own}bypass_mode": True, f"{own}loss_type": loss, **given}, why)
         return
     made.overrides[f"{GRPO}.old_logp"] = "engine"
-    if (mask := given[keys[1]]) is not None:
-        why = f"{keys[1]}={mask}: {GRPO}.old_logp=engine, which bypass_mode means, has no mask here; none leaves it out"
-        made.unknown[f"{CORRECTION}.kind"] = why
+    if given[keys[1]] is not None:
+        why = f"{GRPO}.old_logp=engine, which bypass_mode means, has no mask here; none leaves it out"
+        made.unknown[f"{CORRECTION}.kind"] = f"{keys[1]}={given[keys[1]]}: {why}"
     if loss == "ppo_clip":
         tell_unused(made, {keys[0]: given[keys[0]]}, "with bypass_mode")
         if made.overrides.get(LOSS) != "clip":

@@ -224,7 +224,7 @@ GSM8K, DAPO = (
         ("actor_rollout_ref.model.mtp.enable_train=True", [], "there is no multi-token prediction here", 2),
         (f"{ACTOR}.megatron.expert_model_parallel_size=8", [], "no run has a mixture of experts here", 2),
         ("data.image_key=images", [], "prompts with images are not read here", 0),
-        ("data.train_batch_size=0", [], f"{GRPO}.prompts_per_step: data.train_batch_size=0: fully_async_policy", 2),
+        ("data.train_batch_size=0", [], f"{GRPO}.prompts_per_step: data.train_batch_size=0, of fully_async_policy", 2),
         ("algorithm.filter_groups.enable=True", [], "verl.trainer.main_ppo ignores it: then set", 0),
     ],
 )
@@ -312,7 +312,7 @@ SHAPED = "reward_shaping: {enabled: true, overlong_buffer_length: 64, overlong_b
     [
         ("policy: {precision: bfloat16}", ["trainer.precision=bf16", "model.megatron_amp_O2=true"], None, 0),
         ("policy: {precision: float32}", ["trainer.precision=32", "model.megatron_amp_O2=false"], None, 0),
-        ("policy: {precision: float16}", [], "trainer.precision: policy.precision=float16 has no counterpart", 2),
+        ("policy: {precision: float16}", [], "trainer.precision: policy.precision=float16: it is bf16 or 32 here", 2),
         (
             f"grpo: {{max_num_steps: 90, {SHAPED}192}}}}\npolicy: {{max_total_sequence_length: 512,"
             " generation: {max_new_tokens: 256}}\ndata: {max_input_seq_length: 256}",

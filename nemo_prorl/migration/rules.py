@@ -56,6 +56,7 @@ _PERIODS = {f"{GRPO}.{key}" for key in ("checkpoint_every", "keep_checkpoints", 
 _NO_LIMIT = 100_000  # steps of NeMo-RL that no run makes
 _EPOCHS = "total_epochs", "num_train_epochs", "num_episodes", "max_num_epochs"
 _MODEL = "pretrained_checkpoint.restore_from_path"
+_OTHER_MODELS = re.compile(r"(?i)-a\d+b|[-/]moe|mixtral|gpt-oss|deepseek-v\d|-vl\b|-omni|vision")
 _ENTRIES = "scripts/grpo.py", "scripts/grpo_vlm.py"  # TRL's own: they set nothing
 _RECOMPUTE = "enable_gradient_checkpointing", "gradient_checkpointing", "gradient_checkpointing_enable"
 
@@ -251,7 +252,7 @@ def _devices(made: Converted) -> None:
             overrides["rollout.engines"] = most
             made.notes.append(
                 f"rollout.engines={most} in place of {given}, which have GPUs of their own there: engines and trainer"
-                " share them here; rollout.own_devices=true parts them"
+                " share them here; cluster=h100_4x8_split parts them"
             )
 
 
@@ -262,6 +263,11 @@ def _refused(made: Converted) -> None:
     if isinstance(steps, int | float) and isinstance(warmup, int) and warmup > steps and STEPS not in made.unknown:
         why = f"the run there ends after {steps:g} steps, within its warm-up of {warmup}"
         made.unknown.setdefault(key, f"{why}; a run here is at least as long as its warm-up: set this, or more {STEPS}")
+    model = str(made.overrides.get(_MODEL))
+    if _OTHER_MODELS.search(model):
+        made.unknown[_MODEL] = (
+            f"{model}: a mixture of experts or a vision model, by its name; here are Qwen and Llama only"
+        )
     if made.overrides.get(GROUP) == 1:
         made.unknown.setdefault(GROUP, "1 there; here the responses to a prompt are compared, so at least 2 are needed")
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from nemo_prorl import cli
 from tests.migration.test_convert import GRPO, converted
 
 VERL = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo trainer.total_training_steps=9 "
@@ -162,11 +163,86 @@ def test_an_overlong_penalty_is_that_of_the_words(
     assert told in comments
 
 
+OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg."
+OVERLONG = f"data.max_response_length=4096 {OVERLONG}enable=True {OVERLONG}len=1024 {OVERLONG}penalty_factor=1.0"
+BYPASS = "algorithm.rollout_correction.bypass_mode=True algorithm.rollout_correction."
+TWO, OPTIM = "data.train_batch_size=512", f"{ACTOR}.optim"  # two updates of 256
+CLIP, SHAPING = "trainer.gradient_clip_val", f"{GRPO}.shaping.overlong"
+GSM8K, DAPO = (
+    "data.train_files=[data/gsm8k/train.parquet,data/math/train.parquet]",
+    "data.train_files=d/dapo-17k.parquet",
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected", "told", "code"),
+    [
+        (f"{DAPO} {OVERLONG}", [f"{SHAPING}_tokens=1024", f"{SHAPING}_penalty=0.5"], "half of it, 0.5, weighs", 0),
+        (f"{GSM8K} {OVERLONG}", [f"{SHAPING}_tokens=1024", f"{SHAPING}_penalty=1"], None, 0),
+        (OVERLONG, [f"{SHAPING}_penalty=0.5"], "where they are 1 and 0 (gsm8k, MATH, geo3k), the whole does", 0),
+        (
+            f"{DAPO} {OVERLONG} reward_model.reward_kwargs.max_resp_len=3072",
+            [f"{SHAPING}_tokens=2048", f"{SHAPING}_penalty=1"],
+            "reward_model.reward_kwargs.max_resp_len=3072: the penalty begins at 2048 tokens there",
+            0,
+        ),
+        (f"{GSM8K} {OVERLONG} reward_model.reward_kwargs.max_resp_len=6144", [f"{SHAPING}_tokens=0"], "at 5120", 0),
+        (f"{BYPASS}rollout_is=token {TWO}", [f"{GRPO}.old_logp=engine", f"{CORRECTION}.kind=none"], "with bypass", 0),
+        (f"{BYPASS}rollout_rs=token_k1 {TWO}", [], f"{CORRECTION}.kind: algorithm.rollout_correction.rollout_rs=t", 2),
+        (
+            f"{BYPASS}loss_type=reinforce algorithm.rollout_correction.rollout_is=token {TWO}",
+            [f"{GRPO}.old_logp=engine"],
+            f"with rollout_is=token it is cispo with {GRPO}.clip_high=1, and no other has a counterpart",
+            2,
+        ),
+        (
+            f"{BYPASS}loss_type=reinforce data.train_batch_size=256",
+            [f"{CORRECTION}.kind=none", f"{GRPO}.loss=clip"],
+            "bypass_mode=True has no effect there, where a step's only update takes the actor's own",
+            0,
+        ),
+        (f"{BYPASS}loss_type=ppo_clip {ACTOR}.policy_loss.loss_mode=gspo {TWO}", [], "of loss_mode=vanilla there", 0),
+        (f"{ACTOR}.grad_clip=0.5 {OPTIM}.clip_grad=0.3", [f"{CLIP}=0.5"], "clip_grad=0.3 has no effect there", 0),
+        (
+            f"{ACTOR}.strategy=megatron {OPTIM}.clip_grad=0.3 {OPTIM}.betas=[0.9,0.95]",
+            [f"{CLIP}=0.3", "model.optim.betas=[0.9,0.999]"],
+            "betas=[0.9, 0.95] has no effect there",
+            0,
+        ),
+        (
+            f"model_engine=megatron +{OPTIM}.override_optimizer_config.adam_beta2=0.98",
+            [f"{CLIP}=1", "model.optim.betas=[0.9,0.98]"],
+            None,
+            0,
+        ),
+        (f"trainer.use_legacy_worker_impl=disable {OPTIM}.clip_grad=0.3", [f"{CLIP}=0.3"], None, 0),
+        ("algorithm.norm_adv_by_std_in_grpo=False", [], ": where rewards are 1 and -1 there, 1 and 0 here, adv", 0),
+        (f"{DAPO} algorithm.norm_adv_by_std_in_grpo=False", [], "without a std: rewards are 1 and -1 there", 0),
+        (f"{GSM8K} algorithm.norm_adv_by_std_in_grpo=False", [f"{GRPO}.advantage=mean_only"], None, 0),
+        (f"{ACTOR}.fsdp_config.dtype=float16", [], "dtype=float16: trainer.precision is bf16 or 32 here", 2),
+        (f"{OPTIM}.optimizer=Adafactor", [], "optimizer=Adafactor: the optimizer is AdamW here", 2),
+        (f"{ACTOR}.fsdp_config.model_dtype=bfloat16", [], "the optimizer has float32 weights here", 0),
+        ("actor_rollout_ref.model.mtp.enable_train=True", [], "there is no multi-token prediction here", 2),
+        (f"{ACTOR}.megatron.expert_model_parallel_size=8", [], "no run has a mixture of experts here", 2),
+        ("data.image_key=images", [], "prompts with images are not read here", 0),
+        ("data.train_batch_size=0", [], f"{GRPO}.prompts_per_step: data.train_batch_size=0, of fully_async_policy", 2),
+        ("algorithm.filter_groups.enable=True", [], "verl.trainer.main_ppo ignores it: then set", 0),
+    ],
+)
+def test_numbers_of_verl_are_those_of_its_source(
+    words: str, expected: list[str], told: str | None, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides, comments = of(f"{VERL} {words}", tmp_path, capsys, code)
+    assert set(expected) <= overrides
+    assert "penalty_factor" not in comments and "without a std" not in comments if told is None else told in comments
+
+
 def test_what_is_as_here_is_not_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = f"{NEMO}async_rl: {{sampler: {{name: in_order, max_lookahead_versions: 0}}}}\n"
-    text += "policy: {optimizer: {name: te.FusedAdam, kwargs: {master_weights: true}}}\n"
+    name = "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"
+    text += f"policy: {{optimizer: {{name: {name}, kwargs: {{master_weights: true}}}}}}\n"
     comments = of(text, tmp_path, capsys)[1]
-    assert "policy.optimizer.name=te.FusedAdam: the optimizer is AdamW here" in comments
+    assert f"policy.optimizer.name={name}" in comments.split("no override needed")[1]
     assert "  policy.optimizer.kwargs.master_weights=True" in comments
 
 
@@ -367,3 +443,85 @@ def test_words_built_in_an_if_are_read(
     assert lr is None or f"model.optim.lr={lr}" in overrides
     assert ("seed=7" in overrides) == (lr == "1e-06")
     assert ("$MORE: what it sets" in comments) == (lr is None)
+
+
+SHAPED = "reward_shaping: {enabled: true, overlong_buffer_length: 64, overlong_buffer_penalty: 1, max_response_length: "
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "told", "code"),
+    [
+        ("policy: {precision: bfloat16}", ["trainer.precision=bf16", "model.megatron_amp_O2=true"], None, 0),
+        ("policy: {precision: float32}", ["trainer.precision=32", "model.megatron_amp_O2=false"], None, 0),
+        ("policy: {precision: float16}", [], "trainer.precision: policy.precision=float16: it is bf16 or 32 here", 2),
+        (
+            f"grpo: {{max_num_steps: 90, {SHAPED}192}}}}\npolicy: {{max_total_sequence_length: 512,"
+            " generation: {max_new_tokens: 256}}\ndata: {max_input_seq_length: 256}",
+            [f"{SHAPING}_tokens=128", f"{SHAPING}_penalty=2"],
+            "max_response_length=192: the penalty begins at 128 tokens there, and grows to the longest response",
+            0,
+        ),
+        (
+            f"grpo: {{max_num_steps: 90, {SHAPED}448}}}}\npolicy: {{max_total_sequence_length: 512}}",
+            [f"{SHAPING}_tokens=128", f"{SHAPING}_penalty=2"],
+            "=448: where the context limits a response, its penalty begins earlier here by the tokens of its prompt",
+            0,
+        ),
+        ("loss_fn: {positive_example_nll_weight: 0.1}", [], "nll_weight=0.1: there is no such term here", 2),
+        ("grpo: {max_num_steps: 90, advantage_clip_low: -5}", [], "low=-5: advantages are not clipped here", 2),
+        ("grpo: {max_num_steps: 90, overlong_filtering: true}", [], "no override leaves cut-off responses out", 2),
+        ("policy: {optimizer: {name: torch.optim.SGD}}", [], "torch.optim.SGD: the optimizer is AdamW here", 2),
+        ("data: {validation: {repeat: 16}}", [f"{GRPO}.validation_samples=16"], None, 0),
+        ("policy: {model_name: Qwen/Qwen3-30B-A3B}", [], "Qwen/Qwen3-30B-A3B: a mixture of experts or a vision", 2),
+        ("policy: {model_name: Qwen/Qwen2.5-VL-3B-Instruct}", [], "a mixture of experts or a vision model", 2),
+    ],
+)
+def test_numbers_of_nemo_rl_are_those_of_its_source(
+    text: str, expected: list[str], told: str | None, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = "" if text.startswith("grpo") else NEMO
+    overrides, comments = of(start + text, tmp_path, capsys, code)
+    assert set(expected) <= overrides
+    assert told is None or told in comments
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "told"),
+    [
+        ("grpo.yaml", "ppo: {max_num_steps: 90}\npolicy: {precision: bfloat16}", "got those of run_ppo, which also"),
+        (
+            "run.sh",
+            "source common.env\nuv run run_grpo.py --config $CONFIG grpo.max_num_steps=9",
+            "=$CONFIG: this file",
+        ),
+    ],
+)
+def test_what_cannot_be_read_of_nemo_rl_is_refused(
+    file: str, text: str, told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / file).write_text(text)
+    assert cli.main(["convert", "nemo_rl", str(tmp_path / file)]) == 2
+    assert told in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("subject", "lr", "seed"),
+    [
+        ("fsdp", "1e-06", False),
+        ("fsdp2", "1e-06", False),
+        ("megatron", "2e-06", True),
+        ("other", "9e-06", False),
+        ("$(date)", None, None),
+    ],
+)
+def test_words_built_in_a_case_are_read(
+    subject: str, lr: str | None, seed: bool | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = f'backend={subject}\nlr=3e-6\ncase "$backend" in\n  fsdp | fsdp2) lr=1e-6 ;;\n  (mega*)\n    lr=2e-6\n'
+    text += f"    case $lr in 2e-6) A+=(data.seed=7) ;; esac\n    ;;\n  *) lr=9e-6;;\nesac\n{VERL} {ACTOR}.optim.lr=$lr"
+    overrides, comments = of(f'{text} "${{A[@]}}"', tmp_path, capsys, code=0 if lr else 2)
+    assert {one for one in overrides if one.startswith("model.optim.lr=")} == (
+        {f"model.optim.lr={lr}"} if lr else set()
+    )
+    assert ("seed=7" in overrides) == bool(seed)
+    assert ("data.seed=7 has no value here" in comments) == (seed is None)

@@ -227,6 +227,23 @@ def set_draws(made: Converted, factor: float) -> None:
         made.overrides[f"{SAMPLING}.max_draw_factor"] = float(factor)
 
 
+def set_overlong(made: Converted, key: str, tokens: Any, penalty: Any, most: Any) -> None:
+    """Set DAPO's penalty, which begins `tokens` before `most`, the value of `key`, there, and has no bound."""
+    shaping, context = f"{GRPO}.shaping.overlong_", made.overrides.get(CONTEXT)
+    longest = min((one for one in (context, made.overrides.get(RESPONSE)) if isinstance(one, int)), default=None)
+    if longest and tokens and penalty is not None and most not in (None, longest):
+        begin = most - tokens
+        tokens, penalty = max(0, longest - begin), penalty * max(0, longest - begin) / tokens
+        made.notes.append(
+            f"{key}={most}: the penalty begins at {begin} tokens there, and grows to the longest response:"
+            f" {shaping}tokens={tokens} with {shaping}penalty={penalty:g} is the same line"
+        )
+    made.overrides |= {f"{shaping}tokens": tokens, f"{shaping}penalty": penalty}
+    if isinstance(context, int) and (longest or 0) + (made.overrides.get(PROMPT) or context) > context:
+        text = "where the context limits a response, its penalty begins earlier here by the tokens of its prompt"
+        made.differs.append(f"{key}={most}: {text}")
+
+
 def set_wandb(made: Converted, project: Any = None) -> None:
     made.overrides["exp_manager.create_wandb_logger"] = True
     if project is not None:

@@ -23,11 +23,12 @@ def defaults(trainer: str, named: Mapping[str, Any]) -> dict[str, Any]:
         return whole
     bases = [str(one) for one in named.get(BASE, [])]
     missing = [one for one in bases if not one.endswith(TABLE_BASE)]
-    missing += [key.removeprefix(UNREAD) for key in named if key.startswith(UNREAD) and key.endswith((".yaml", ".yml"))]
+    unread = {key.removeprefix(UNREAD): str(why) for key, why in named.items() if key.startswith(UNREAD)}
+    missing += [key for key, why in unread.items() if why.startswith("this file is missing")]
     if missing:
         raise ConfigError(
             f"{BASE}={missing[0]}: this file is missing, and any number may be in it. Fix: put it where the name"
-            " says, and convert again"
+            " says, or write its name into the script, and convert again"
         )
     if bases:
         return whole

@@ -83,8 +83,9 @@ class Fold(ast.NodeTransformer):
 
     def get(self, node: ast.expr) -> Any:
         """Return the value of an expression, or an `Expression`."""
+        has_gap = any(isinstance(one, ast.Constant) and one.value is ... for one in ast.walk(node))
         try:
-            return self.value(node)
+            return Expression(ast.unparse(node)) if has_gap else self.value(node)
         except (ValueError, TypeError):
             return Expression(ast.unparse(node))
 

@@ -1,5 +1,8 @@
 """The rules of NeMo-RL: they take settings out of `Converted.rest`, and set the overrides that these mean."""
 
+from typing import Any
+
+from nemo_prorl.errors import ConfigError
 from nemo_prorl.migration.converted import (
     ADVANTAGE,
     AGGREGATION,
@@ -9,7 +12,6 @@ from nemo_prorl.migration.converted import (
     KL,
     LOSS,
     PROMPTS,
-    RESPONSE,
     SAMPLING,
     VALIDATE_EVERY,
     Converted,
@@ -18,6 +20,7 @@ from nemo_prorl.migration.converted import (
     set_correction,
     set_draws,
     set_kl_of_rewards,
+    set_overlong,
     set_updates,
     set_validation,
     set_wandb,
@@ -35,6 +38,8 @@ _DATA = ".dataset_name", ".data_path", ".prompt_file", ".system_prompt_file"
 
 def nemo_rl(made: Converted) -> None:
     take = made.take
+    if any(key.startswith("ppo.") for key in made.given):
+        raise ConfigError("ppo: expected settings of run_grpo; got those of run_ppo, which also trains a value model")
     for base in take(BASE, []):
         made.notes.append(f"{BASE}={base} is not beside the file: {table('nemo_rl')['source']} takes its place")
     _nemo_rl_optimizer(made)
@@ -61,12 +66,23 @@ def nemo_rl(made: Converted) -> None:
         made.overrides.pop(every, None)
         made.notes.append(f"checkpointing.enabled=false means never; here {every} keeps its own value")
     if VALIDATE_EVERY in made.overrides:
-        set_validation(made, 1, made.overrides.get(f"{GRPO}.temperature"), made.rest.get("policy.generation.top_p", 1))
-    if str(take("policy.precision")) == "bfloat16":
-        set_bf16(made)
+        samples = (take("data.validation.repeat") or 1) * made.overrides.pop(f"{GRPO}.validation_samples", 1)
+        set_validation(
+            made, samples, made.overrides.get(f"{GRPO}.temperature"), made.rest.get("policy.generation.top_p", 1)
+        )
+    _nemo_rl_precision(made, take("policy.precision"))
     if made.rest.get("logger.wandb_enabled"):
         set_wandb(made, take("logger.wandb.project"))
     tell_data(made, *[key for key in made.rest if key.endswith(_DATA)])
+
+
+def _nemo_rl_precision(made: Converted, precision: Any) -> None:
+    if precision == "bfloat16":
+        set_bf16(made)
+    elif precision == "float32":
+        made.overrides |= {"trainer.precision": 32, "model.megatron_amp_O2": False}
+    elif precision is not None:
+        made.unknown["trainer.precision"] = f"policy.precision={precision}: it is bf16 or 32 here"
 
 
 def _nemo_rl_kl(made: Converted) -> None:
@@ -111,7 +127,7 @@ def _nemo_rl_async(made: Converted) -> None:
     told = "".join(f", {key}={value}" for key, value in given.items())
     made.unknown["rollout.own_devices"] = (
         f"{key}={value}{told}: rollout.own_devices=true generates one step ahead here, never more, on GPUs of its own:"
-        " choose trainer.devices and rollout.engines with it"
+        " choose trainer.devices and rollout.engines with it, as cluster=h100_4x8_split does (rollout.sleep=null)"
     )
 
 
@@ -150,19 +166,14 @@ def _nemo_rl_shaping(made: Converted, scale: float) -> None:
         if factor is not None:  # NeMo-RL then leaves the other penalty out
             made.overrides[f"{GRPO}.unfinished_factor"] = factor
         else:
-            made.overrides[f"{GRPO}.shaping.overlong_tokens"] = shaping["overlong_buffer_length"]
-            penalty = shaping["overlong_buffer_penalty"]
-            made.overrides[f"{GRPO}.shaping.overlong_penalty"] = penalty if penalty is None else penalty / scale
+            penalty, most = shaping["overlong_buffer_penalty"], "max_response_length"
             if scale != 1:
                 made.differs.append(
                     f"grpo.reward_shaping.overlong_buffer_penalty={penalty}: divided by the factor {scale:g} of"
                     " grpo.reward_scaling here"
                 )
-            if shaping["max_response_length"] not in (None, made.overrides.get(RESPONSE)):
-                made.differs.append(
-                    f"grpo.reward_shaping.max_response_length={shaping['max_response_length']}: the penalty ends there;"
-                    " here it ends at the longest response"
-                )
+            penalty = penalty if penalty is None else penalty / scale
+            set_overlong(made, f"grpo.reward_shaping.{most}", shaping["overlong_buffer_length"], penalty, shaping[most])
 
 
 _ADAMW = (".lr", ".weight_decay", ".betas", ".eps", ".foreach", ".fused", ".amsgrad")  # arguments of the optimizer
@@ -197,7 +208,7 @@ def _nemo_rl_optimizer(made: Converted) -> None:
         decay = made.take(f"{on}.scheduler.end_weight_decay")  # Megatron's schedule sets it
         found |= {"weight_decay": decay} if isinstance(decay, int | float) else {}
         if (kind := found.get("optimizer", "adam")) != "adam":
-            made.differs.append(f"{prefix}.optimizer={kind}: the optimizer is AdamW here")
+            made.unknown[f"{prefix}.optimizer={kind}"] = "the optimizer is AdamW here"
     made.overrides |= {ours: found[theirs] for ours, theirs in names.items() if theirs in found}
     nemo_rl_schedule(made, has_megatron, found.get("min_lr"))
     unused = (off, "policy.optimizer", "policy.scheduler") if has_megatron else (on,)

@@ -82,7 +82,9 @@ class _Script:
         for node in self.nodes:
             for key, value in self._of_statement(node, found):
                 found[key] = value
-        yield from found.items()
+        for key, value in found.items():  # a mapping is a section, as in YAML
+            parts = {f"{key}.{name}": one for name, one in value.items()} if isinstance(value, dict) else None
+            yield from (parts or {key: value}).items()
 
     def _unread(self) -> Iterator[tuple[str, Any]]:
         for name, own in self.classes.items():
@@ -97,6 +99,10 @@ class _Script:
         for node in self.nodes:
             if isinstance(node, ast.Call) and last_name(node).endswith("LoraConfig"):
                 yield "peft_config", Expression(ast.unparse(node))
+            elif isinstance(node, ast.Call) and last_name(node) == "get_soft_overlong_punishment":
+                given = zip(("max_completion_len", "soft_punish_cache"), node.args, strict=False)
+                named = dict(given) | {one.arg: one.value for one in node.keywords}
+                yield "get_soft_overlong_punishment", [self.fold.get(one) for _, one in sorted(named.items())]
 
     def _kind_of_class(self, name: str) -> str | None:
         """Return whether a class is a configuration or a trainer, by its name or, if the file has it, by its base."""

@@ -4,6 +4,7 @@
 the other trainer's defaults.  So a number that the file leaves out becomes an override, too.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -55,6 +56,7 @@ _PERIODS = {f"{GRPO}.{key}" for key in ("checkpoint_every", "keep_checkpoints", 
 _NO_LIMIT = 100_000  # steps of NeMo-RL that no run makes
 _EPOCHS = "total_epochs", "num_train_epochs", "num_episodes", "max_num_epochs"
 _MODEL = "pretrained_checkpoint.restore_from_path"
+_OTHER_MODELS = re.compile(r"(?i)-a\d+b|[-/]moe|mixtral|gpt-oss|deepseek-v\d|-vl\b|-omni|vision")
 _ENTRIES = "scripts/grpo.py", "scripts/grpo_vlm.py"  # TRL's own: they set nothing
 _RECOMPUTE = "enable_gradient_checkpointing", "gradient_checkpointing", "gradient_checkpointing_enable"
 
@@ -126,9 +128,14 @@ def _plain(value: Any) -> Any:
 
 def _is_usable(theirs: str, ours: str, value: Any, made: Converted) -> bool:
     if ours in _PERIODS | {STEPS} and isinstance(value, int | float) and value < 1:
-        means = f"is a share of all steps: set {ours}" if value > 0 else f"means never; here {ours} keeps its own value"
         default = "" if theirs in made.given else " (the default)"
-        made.notes += [f"{theirs}={value}{default} {means}"] if ours != STEPS else []  # the epochs decide
+        means = f"{theirs}={value}{default} means never; here {ours} keeps its own value"
+        if value > 0 and STEPS in made.overrides:
+            made.overrides[ours] = math.ceil(value * made.overrides[STEPS])
+        elif value > 0:
+            made.unknown[ours] = f"{theirs}={value} is a share of all steps"
+        else:
+            made.notes += [means] if ours != STEPS else []  # the epochs decide
         return False
     if theirs == "grpo.max_num_steps" and value is not None and value >= _NO_LIMIT:
         return False  # the epochs end the run
@@ -150,7 +157,7 @@ def _sort_rest(made: Converted, named: Mapping[str, Any], trainer: str) -> None:
         elif last in _EPOCHS and trainer != "trl":  # TRL's max_steps counts alone
             made.notes.append(f"{key}={value}: the run ends there if the data end before {STEPS}")
         elif (mistake := _mistake(key, trainer)) is not None:
-            made.misspelt[f"{key}={value}"] = mistake
+            made.misspelt[f"{key}={str(value)[:60]}"] = mistake
         elif last in _RECOMPUTE:
             made.notes.append(f"{key}={value}: add +model.activations_checkpoint_granularity=full if memory is short")
         elif group := next((one for one in tables["ignored"] if last == one or fnmatch(key, one)), None):
@@ -219,7 +226,8 @@ def _mistake(key: str, trainer: str) -> str | None:
             return None
         if part not in names:
             ours, keys = meant(key), table(trainer)["keys"] | table(trainer)["derived"]
-            near = [theirs for theirs, one in keys.items() if one == ours] or get_close_matches(part, sorted(names), 1)
+            near = [theirs for theirs, one in keys.items() if one == ours]
+            near = near or get_close_matches(part, sorted(names), 1, cutoff=0.8)
             return f"did you mean {near[0]}?" if near else "no such setting"
     return None
 
@@ -244,7 +252,7 @@ def _devices(made: Converted) -> None:
             overrides["rollout.engines"] = most
             made.notes.append(
                 f"rollout.engines={most} in place of {given}, which have GPUs of their own there: engines and trainer"
-                " share them here; rollout.own_devices=true parts them"
+                " share them here; cluster=h100_4x8_split parts them"
             )
 
 
@@ -255,6 +263,11 @@ def _refused(made: Converted) -> None:
     if isinstance(steps, int | float) and isinstance(warmup, int) and warmup > steps and STEPS not in made.unknown:
         why = f"the run there ends after {steps:g} steps, within its warm-up of {warmup}"
         made.unknown.setdefault(key, f"{why}; a run here is at least as long as its warm-up: set this, or more {STEPS}")
+    model = str(made.overrides.get(_MODEL))
+    if _OTHER_MODELS.search(model):
+        made.unknown[_MODEL] = (
+            f"{model}: a mixture of experts or a vision model, by its name; here are Qwen and Llama only"
+        )
     if made.overrides.get(GROUP) == 1:
         made.unknown.setdefault(GROUP, "1 there; here the responses to a prompt are compared, so at least 2 are needed")
 

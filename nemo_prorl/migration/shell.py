@@ -1,6 +1,7 @@
 """Reads the settings of a shell script: it evaluates what follows from the script itself, and runs nothing."""
 
 import ast
+import fnmatch
 import operator
 import os
 import re
@@ -40,6 +41,7 @@ _BRACKETS = {"(": ")", "$(": ")", "${": "}", "[[": "]]"}
 # A part of a line that is not divided: a quotation, an escaped character, a bracket, a separator.
 _TOKEN = re.compile(r"'[^']*'|\"(?:[^\"\\]|\\.)*\"|\\.|\$\(|\$\{|\[\[|\]\]|;;|&&|\|\||\$#", re.S)
 _TEST = re.compile(r"\s*(!\s*)?(\[|test\b|\(\(|grep\b|command\b|which\b)")
+_CASE, _PATTERN = re.compile(r"\s*case\s(.*?)\sin\b", re.S), re.compile(r"\s*\(?([^()]*)\)")
 _ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -100,6 +102,9 @@ def _outcome(words: list[str]) -> bool | None:
         return None
     if words in (["true"], ["false"]):
         return words == ["true"]
+    if words[:1] == ["case"]:  # of _of_case
+        subject, patterns = " ".join(words[1 : words.index("in")]), words[words.index("in") + 1 :]
+        return any(fnmatch.fnmatchcase(subject, pattern) for pattern in patterns)
     if len(words) < 2 or (words[0], words[-1]) not in (("[", "]"), ("[[", "]]")):
         return None
     match words[1:-1]:
@@ -229,6 +234,7 @@ def _lines(text: str) -> list[str]:
     except ValueError:  # an open quotation or bracket
         return text.splitlines()
     lines: list[str] = []
+    parts = list(_of_cases(parts))
     for (_, before), (joined, part), (following, _) in zip(
         [("", ""), *parts], parts, [*parts[1:], ("", "")], strict=False
     ):
@@ -241,6 +247,25 @@ def _lines(text: str) -> list[str]:
         decides = joined == "||" or (joined == "&&" and _TEST.match(before))
         lines += ["if :", *part.splitlines(), "fi"] if decides else part.splitlines()
     return lines
+
+
+def _of_cases(parts: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """Yield the parts with an `if` in place of each `case`, and an `elif` in place of each of its patterns."""
+    subjects, is_pattern = list[str](), False
+    for joined, part in parts:
+        is_pattern |= joined == ";;" and bool(subjects)
+        while found := _CASE.match(part) or (is_pattern and _PATTERN.match(part)):
+            is_pattern, part = found.re is _CASE, part[found.end() :]
+            if is_pattern:
+                subjects.append(found[1])
+                yield joined, "if false"
+            else:
+                yield "\n", f"elif case {subjects[-1]} in {found[1].replace('|', ' ')}"
+            joined = "\n"
+        if subjects and re.match(r"\s*esac\b", part):
+            is_pattern, part = False, f"fi{part.split('esac', 1)[1]}"
+            subjects.pop()
+        yield joined, part
 
 
 def _parts(text: str) -> Iterator[tuple[str, str]]:

@@ -7,6 +7,7 @@ from typing import Any
 from nemo_prorl.migration.converted import (
     ADVANTAGE,
     AGGREGATION,
+    CLIP_HIGH,
     CONTEXT,
     CORRECTION,
     DUAL_CLIP,
@@ -20,6 +21,7 @@ from nemo_prorl.migration.converted import (
     PROMPTS,
     RESPONSE,
     SAMPLING,
+    UPDATES,
     VALIDATE_EVERY,
     Converted,
     set_bf16,
@@ -27,6 +29,7 @@ from nemo_prorl.migration.converted import (
     set_correction,
     set_draws,
     set_kl_of_rewards,
+    set_overlong,
     set_updates,
     set_validation,
     set_wandb,
@@ -45,6 +48,10 @@ from nemo_prorl.migration.schedules import (
 )
 from nemo_prorl.migration.trl import trl
 
+_ROLLOUT_CORRECTION, _BETAS = "algorithm.rollout_correction", [0.9, 0.999]
+# Data with rewards of 1 and -1, and those with 1 and 0, in verl/utils/reward_score/__init__.py.
+_SIGNED, _UNSIGNED = re.compile(r"dapo|aime"), re.compile(r"gsm8k|geo3k|geometry3k|lighteval|^math/")
+
 
 def _verl(made: Converted) -> None:
     take, actor = made.take, "actor_rollout_ref.actor"
@@ -57,6 +64,9 @@ def _verl(made: Converted) -> None:
         )
     if not re.fullmatch(r"(ppo|dapo)(_megatron)?_trainer(\.yaml)?", str(name := take("config_name", "ppo_trainer"))):
         made.unknown[f"config_name={name}"] = "what only this file sets was not read; the defaults are ppo_trainer's"
+    backend = _verl_backend(made, actor, name)
+    is_fsdp = backend == "fsdp" and made.rest.get("trainer.use_legacy_worker_impl") != "disable"
+    _verl_optimizer(made, f"{actor}.optim", backend == "megatron", is_fsdp)
     verl_schedule(made)
     _verl_advantage(made)
     _verl_kl(made, actor)
@@ -65,14 +75,47 @@ def _verl(made: Converted) -> None:
     if prompts is not None and group is not None:
         set_updates(made, prompts * group, "ppo_mini_batch_size")
     _verl_sampling(made)
-    _verl_correction(made)
+    if made.take(f"{_ROLLOUT_CORRECTION}.bypass_mode"):
+        _verl_bypass(made, is_fsdp)
+    else:
+        _verl_correction(made)
     _verl_rewards(made)
     set_validation(made, 1, 0, 1)  # the defaults of val_kwargs
-    _verl_layout(made, actor)
+    _verl_layout(made, backend == "megatron")
     _verl_loggers(made)
     if made.rest.get("actor_rollout_ref.rollout.name") == "vllm":
         made.needless.append(f"actor_rollout_ref.rollout.name={take('actor_rollout_ref.rollout.name')}")
     tell_data(made, "data.train_files", "data.val_files", most="data.train_max_samples", option="--size")
+
+
+def _verl_backend(made: Converted, actor: str, config: str) -> str:
+    told = f"{config} {made.rest.get(f'{actor}.strategy')} {made.rest.get('model_engine')}"
+    told += " megatron" if any(key.startswith(f"{actor}.megatron.") for key in made.given) else " fsdp"
+    return next(one for one in ("veomni", "megatron", "fsdp") if one in told)
+
+
+def _verl_optimizer(made: Converted, optim: str, is_megatron: bool, is_fsdp: bool) -> None:
+    """Set what verl's actors read at different places; engines (`use_legacy_worker_impl`) clip as Megatron does."""
+    clips = [f"{optim.removesuffix('.optim')}.grad_clip", f"{optim}.clip_grad"]
+    used, other = clips if is_fsdp else reversed(clips)
+    made.overrides["trainer.gradient_clip_val"] = made.take(used)
+    tell_unused(made, {other: made.take(other)}, f"where {used} clips the gradients")
+    own, betas = f"{optim}.override_optimizer_config.adam", made.overrides.get("model.optim.betas")
+    if is_megatron:  # it gets no betas (verl/utils/megatron/optimizer.py)
+        if betas != _BETAS:
+            tell_unused(made, {f"{optim}.betas": betas}, f"where {own}_beta1 and {own}_beta2 count")
+        made.overrides["model.optim.betas"] = [made.take(f"{own}_beta{at + 1}", _BETAS[at]) for at in (0, 1)]
+        made.overrides["model.optim.eps"] = made.take(f"{own}_eps", 1e-8)
+
+
+def _verl_span(made: Converted) -> int | None:
+    """Return by how much rewards differ; 0: the script's own rewards, None: the names of the data do not say it."""
+    if any("custom_reward_function" in key and key.endswith(".path") for key in made.rest):
+        return 0
+    files = re.findall(r"[^\s,'\"\[\]]+", str(made.rest.get("data.train_files", "")))
+    names = ["/".join(file.lower().split("/")[-2:]) for file in files]  # folder and file
+    spans = {(bool(_SIGNED.search(name)), bool(_UNSIGNED.search(name))) for name in names}
+    return {(True, False): 2, (False, True): 1}.get(spans.pop()) if len(spans) == 1 else None
 
 
 def _verl_advantage(made: Converted) -> None:
@@ -86,6 +129,10 @@ def _verl_advantage(made: Converted) -> None:
     nearest = "reinforce_pp_baseline" if kind == "reinforce_plus_plus" else "group_norm"
     made.choose(ADVANTAGE, "algorithm.adv_estimator", kind, known, nearest)
     tell_token_weights(made, f"algorithm.adv_estimator={kind}")
+    if made.overrides.get(ADVANTAGE) in ("mean_only", "leave_one_out") and (span := _verl_span(made)) != 1:
+        text = f"{'' if span else 'where '}rewards are 1 and -1 there, 1 and 0 here, advantages are twice those here:"
+        text += f" divide {KL}, {ENTROPY} and trainer.gradient_clip_val by 2"
+        made.differs.append(f"algorithm.adv_estimator={kind} without a std: {text}")
 
 
 def _verl_loss(made: Converted, actor: str) -> None:
@@ -140,19 +187,23 @@ def _mean_of_micro_batches(made: Converted, actor: str) -> str:
 
 def _verl_sampling(made: Converted) -> None:
     take = made.take
-    tokens, penalty = take("overlong_buffer_cfg.len"), take("overlong_buffer_cfg.penalty_factor")
+    tokens, penalty, most = (take(f"overlong_buffer_cfg.{key}") for key in ("len", "penalty_factor", "max_resp_len"))
     if take("overlong_buffer_cfg.enable"):
-        is_own = any("custom_reward_function" in key and key.endswith(".path") for key in made.rest)
-        share = penalty if is_own or penalty is None else penalty / 2
-        made.overrides |= {f"{GRPO}.shaping.overlong_tokens": tokens, f"{GRPO}.shaping.overlong_penalty": share}
-        made.differs.append(
-            f"overlong_buffer_cfg.penalty_factor={penalty}: "
-            + (
-                "the same is set; if the script's own rewards are not 1 and 0, divide it by their distance"
-                if is_own
-                else f"verl's DAPO rewards are 1 and -1, those here 1 and 0: half of it, {share}, weighs the same"
-            )
-        )
+        span = _verl_span(made)
+        share = penalty if span in (0, 1) or penalty is None else penalty / 2
+        text = f"verl's DAPO rewards are 1 and -1, those here 1 and 0: half of it, {share}, weighs the same"
+        text += "" if span else "; where they are 1 and 0 (gsm8k, MATH, geo3k), the whole does"
+        if span == 0:
+            text = "the same is set; if the script's own rewards are not 1 and 0, divide it by their distance"
+        made.differs += [] if span == 1 else [f"overlong_buffer_cfg.penalty_factor={penalty}: {text}"]
+        set_overlong(made, "overlong_buffer_cfg.max_resp_len", tokens, share, most)
+    if made.overrides.get(f"{SAMPLING}.enabled"):
+        text = "main_dapo draws more prompts, verl.trainer.main_ppo ignores it"
+        made.differs.append(f"algorithm.filter_groups.enable: {text}: then set {SAMPLING}.enabled=false")
+    if made.overrides.get(PROMPTS) == 0:
+        text = "its prompts are trigger_parameter_sync_step * require_batches * ppo_mini_batch_size; nearest is their"
+        text += " product, with cluster=h100_4x8_split and trainer.grpo.old_logp=engine"
+        made.unknown[PROMPTS] = f"data.train_batch_size=0, of fully_async_policy: {text}"
     drawn, batches = take("data.gen_batch_size"), take("algorithm.filter_groups.max_num_gen_batches")
     made.drawn = drawn
     if (prompts := made.overrides.get(PROMPTS)) and f"{SAMPLING}.max_draw_factor" not in made.unknown:
@@ -194,8 +245,33 @@ def _verl_kl(made: Converted, actor: str) -> None:
     tell_k1(made, f"kl_loss_type={kind}")
 
 
+def _verl_bypass(made: Converted, is_fsdp: bool) -> None:
+    """Set that the engine's log-probabilities are the old ones."""
+    own = f"{_ROLLOUT_CORRECTION}."
+    keys = [f"{own}rollout_{name}" for name in ("is", "rs", "is_threshold", "rs_threshold", "is_batch_normalize")]
+    given, loss = {key: made.take(key) for key in keys}, made.take(f"{own}loss_type", "ppo_clip")
+    made.overrides[f"{CORRECTION}.kind"] = "none"
+    if is_fsdp and made.overrides.get(UPDATES) == 1:  # dp_actor.py, on_policy
+        why = "where a step's only update takes the actor's own log-probabilities as the old ones"
+        tell_unused(made, {f"{own}bypass_mode": True, f"{own}loss_type": loss, **given}, why)
+        return
+    made.overrides[f"{GRPO}.old_logp"] = "engine"
+    if given[keys[1]] is not None:
+        why = f"{GRPO}.old_logp=engine, which bypass_mode means, has no mask here; none leaves it out"
+        made.unknown[f"{CORRECTION}.kind"] = f"{keys[1]}={given[keys[1]]}: {why}"
+    if loss == "ppo_clip":
+        tell_unused(made, {keys[0]: given[keys[0]]}, "with bypass_mode")
+        if made.overrides.get(LOSS) != "clip":
+            made.differs.append(f"{own}bypass_mode means the loss of loss_mode=vanilla there")
+    else:
+        made.unknown[LOSS] = (
+            f"{own}loss_type={loss}, {keys[0]}={given[keys[0]]}: its loss is not clipped; with rollout_is=token it is"
+            f" cispo with {CLIP_HIGH}={(given[keys[2]] or 1) - 1:g}, and no other has a counterpart"
+        )
+
+
 def _verl_correction(made: Converted) -> None:
-    prefix = "algorithm.rollout_correction.rollout"
+    prefix = f"{_ROLLOUT_CORRECTION}.rollout"
     kind, cap, mask, bounds = (made.take(f"{prefix}_{key}") for key in ("is", "is_threshold", "rs", "rs_threshold"))
     if (older := _verl_older_correction(made)) is not None:
         kind, cap = older
@@ -239,13 +315,11 @@ def _verl_mask(made: Converted, told: str, mask: str, bounds: Any, weights: Any)
     made.unknown[f"{CORRECTION}.kind"] = f"{told} has no counterpart here; {values}{also} is what comes nearest"
 
 
-def _verl_layout(made: Converted, actor: str) -> None:
+def _verl_layout(made: Converted, has_megatron: bool) -> None:
     """Tell that the layout must be chosen; sizes of Megatron in the file are those here."""
     ends = "fsdp_size", "param_offload", "optimizer_offload", "grad_offload", "sequence_parallel_size"
     keys = [key for key in made.rest if key.startswith("actor_rollout_ref.")]
     keys = [key for key in keys if key.endswith((*ends, "context_parallel_size"))]
-    has_megatron = "megatron" in str(made.rest.get(f"{actor}.strategy"))
-    has_megatron |= any(key.startswith(f"{actor}.megatron.") for key in made.given)
     tell_layout(made, "" if has_megatron else "verl's FSDP", {key: made.take(key) for key in keys})
 
 
@@ -295,33 +369,64 @@ def _openrlhf(made: Converted) -> None:
     if VALIDATE_EVERY in made.overrides:
         set_validation(made, 4, 0.6, made.rest.get("rollout.top_p", 1))  # the defaults of eval.*
     _openrlhf_advantage(made)
+    in_loss = made.rest.get("algo.kl.use_loss")
     _openrlhf_kl(made)
+    terms = [key for key in (KL, ENTROPY) if made.overrides.get(key) and (key == ENTROPY or in_loss)]
+    if kind == "gspo" and terms:
+        text = f"actor.policy_loss_type=gspo: {' and '.join(terms)} weigh means over tokens there"
+        made.differs.append(f"{text}, means of responses' own means here, as the loss")
     _openrlhf_correction(made)
     set_draws(made, 0)
-    if (factor := take("reward.stop_properly_penalty_coef")) is not None:
-        if factor >= 0:
-            made.overrides[f"{GRPO}.unfinished_factor"] = factor
-        else:
-            made.differs.append(f"stop_properly_penalty_coef={factor}: the reward of cut-off responses there; not here")
-    if "bf16" in (take("ds.param_dtype"), "bf16" if take("bf16") else None):
+    _openrlhf_cut_off(made)
+    dtype = take("ds.param_dtype")
+    if take("bf16") or dtype == "bf16":
         set_bf16(made)
+    elif dtype is not None:
+        made.unknown["trainer.precision"] = (
+            f"ds.param_dtype={dtype} has no counterpart here; bf16 is what comes nearest"
+        )
     if take("data.apply_chat_template"):
         made.overrides["data.prompt"] = "chat"
     if take("vllm.enable_sleep"):
         made.overrides["rollout.sleep"] = 1
-    keys = [key for key in ("reward.remote_url", "train.agent_func_path") if key in made.rest]
-    if given := [f"{key}={take(key)}" for key in keys]:
+    if (url := take("reward.remote_url")) is not None:
         made.notes.append(
-            f"reward ({', '.join(given)}): add rewards.functions.TASK=FILE.py:score, where score(prompt, response,"
+            f"reward (reward.remote_url={url}): add rewards.functions.TASK=FILE.py:score, where score(prompt, response,"
             " truth) calls its function (docs/howto/reward_function.md)"
         )
     data = ["data.prompt_dataset", "eval.dataset", "data.input_key", "data.label_key"]
     tell_data(made, *data, most="data.max_samples", option="--limit")
 
 
+def _openrlhf_cut_off(made: Converted) -> None:
+    """Set what cut-off responses get: there the factor is for the reward with its overlong penalty."""
+    factor, buffer = (
+        made.take("reward.stop_properly_penalty_coef"),
+        made.overrides.get(f"{GRPO}.shaping.overlong_tokens"),
+    )
+    penalty = made.overrides.get(f"{GRPO}.shaping.overlong_penalty", 1)
+    if factor is not None:
+        made.overrides[f"{GRPO}.unfinished_factor"] = max(factor, 0)
+        if factor < 0:  # it is the whole reward of such a response
+            made.overrides[f"{GRPO}.unfinished_penalty"] = -factor
+        if buffer and factor != 1:
+            made.differs.append(
+                f"reward.stop_properly_penalty_coef={factor}: it is for the reward with its overlong penalty, so that a"
+                f" cut-off response has {max(factor, 0) * penalty:g} of that penalty there, {penalty:g} here"
+            )
+    if buffer and made.overrides.get(RESPONSE) is None:
+        text = (
+            "reward.overlong_buffer_len: without rollout.max_new_tokens the buffer ends at a response of data.max_len"
+        )
+        made.differs.append(f"{text} tokens there, at the end of the context here")
+
+
 def _openrlhf_advantage(made: Converted) -> None:
     take = made.take
     kind, without_std = take("algo.advantage.estimator"), take("algo.advantage.no_std_norm")
+    if kind not in ("gae", "reinforce") and "algo.advantage.gamma" in made.rest:
+        gamma = take("algo.advantage.gamma")
+        tell_unused(made, {"algo.advantage.gamma": gamma}, f"with algo.advantage.estimator={kind}")
     known = {"group_norm": "group_norm", "rloo": "leave_one_out", "reinforce_baseline": "reinforce_pp_baseline"}
     known |= {"dr_grpo": "mean_only"} | ({"reinforce_baseline": "mean_only"} if without_std else {})
     made.choose(ADVANTAGE, "algo.advantage.estimator", kind, known, "group_norm")

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from typing import Any
 
 from nemo_prorl.migration.converted import (
     ADVANTAGE,
@@ -18,6 +19,7 @@ from nemo_prorl.migration.converted import (
     LR,
     PROMPT,
     PROMPTS,
+    RESPONSE,
     SAMPLING,
     SCHED,
     STEPS,
@@ -37,13 +39,19 @@ from nemo_prorl.migration.schedules import tell_updates, trl_schedule
 from nemo_prorl.migration.shell import Expression
 
 _WARMUP = f"{SCHED}.warmup_steps"
-_UPDATE_COUNTS = [STEPS, f"{GRPO}.checkpoint_every", VALIDATE_EVERY, "trainer.resets.every", _WARMUP]
+_OVERLONG = "get_soft_overlong_punishment"
+_NAME = re.compile(r"[\w.]*\w")
+_SAVE_EVERY, _CLIP = f"{GRPO}.checkpoint_every", "trainer.gradient_clip_val"
+_FEWER_BITS = re.compile(r"(paged_)?adamw_((bnb_|torch_)?[48]bit|anyprecision)")
+_UPDATE_COUNTS = [STEPS, _SAVE_EVERY, VALIDATE_EVERY, "trainer.resets.every", _WARMUP]
 _OF_OPTIMIZER = [LR, f"{SCHED}.name", *(f"model.optim.{key}" for key in ("betas", "eps", "weight_decay"))]
 
 
 def trl(made: Converted) -> None:
     take = made.take
+    kind = made.rest.get("loss_type")
     _trl_loss(made)
+    _trl_sampling(made)
     made.overrides["model.optim.betas"] = [take("adam_beta1"), take("adam_beta2")]
     made.overrides[ESTIMATOR] = "k3"
     made.overrides[f"{SAMPLING}.enabled"] = False
@@ -51,7 +59,8 @@ def trl(made: Converted) -> None:
         set_wandb(made)
     scale = str(take("scale_rewards")).lower()
     scales = {"false": "mean_only", "none": "mean_only", "batch": "reinforce_pp_baseline"}
-    made.overrides[ADVANTAGE] = scales.get(scale, "group_norm")
+    scales |= {"true": "group_norm", "group": "group_norm"}
+    made.choose(ADVANTAGE, "scale_rewards", scale, scales, "group_norm")
     if scale == "batch":
         made.differs.append("scale_rewards=batch: divided by the std of the rewards there, of the differences here")
     if (model := take("model")) is not None:
@@ -62,17 +71,11 @@ def trl(made: Converted) -> None:
         made.overrides[CONTEXT] = length
     trl_schedule(made)  # in TRL's steps, of which `_trl_batch` makes steps of here
     _trl_reference(made)
-    _trl_batch(made)
+    _trl_batch(made, kind)
     tell_updates(made, "lr_scheduler_type")
     _trl_validation(made)
     _trl_engine(made)
-    if take("use_adaptive_entropy"):
-        entropy = f"{GRPO}.adaptive_entropy"
-        names = {"target": "entropy_target", "step": "entropy_coef_delta", "maximum": "entropy_coef_max"}
-        made.overrides |= {f"{entropy}.{ours}": take(theirs) for ours, theirs in names.items()}
-        made.overrides[f"{entropy}.enabled"] = True
-        made.differs.append(f"use_adaptive_entropy: begins at {made.overrides.get(ENTROPY)} there, at 0 here")
-        made.overrides[ENTROPY] = 0
+    _trl_entropy(made)
     if take("bf16"):
         set_bf16(made)
     if (lora := take("peft_config")) is not None:
@@ -90,6 +93,8 @@ def _trl_optimizer(made: Converted) -> None:
         if (own := made.take(key)) is not None:
             why = f"{key}={own}: the script's own optimizer and schedule decide it"
             made.unknown |= dict.fromkeys(_OF_OPTIMIZER, why)
+    if _FEWER_BITS.fullmatch(str(made.rest.get("optim"))):
+        made.differs.append(f"optim={made.take('optim')}: AdamW's moments have fewer bits there")
 
 
 def _trl_loss(made: Converted) -> None:
@@ -103,11 +108,10 @@ def _trl_loss(made: Converted) -> None:
         made.differs.append("loss_type=bnpo: the mean over tokens is that of a micro-batch there, of the update here")
     if AGGREGATION in made.unknown:
         return
-    by_level = "gspo" if level == "sequence" else "clip"
-    made.choose(LOSS, "loss_type", kind, dict.fromkeys(known, by_level) | {"cispo": "cispo"}, by_level)
+    made.choose(LOSS, "importance_sampling_level", level, {"token": "clip", "sequence": "gspo"}, "clip")
     if kind != "cispo":
         return
-    made.overrides[DUAL_CLIP] = None  # delta has no effect there
+    made.overrides |= {LOSS: "cispo", DUAL_CLIP: None}  # delta has no effect there
     if level == "sequence":
         made.differs.append("importance_sampling_level=sequence: cispo has the ratio of each token here")
     if isinstance(high, int | float):
@@ -117,6 +121,44 @@ def _trl_loss(made: Converted) -> None:
             made.notes.append(bound)
         else:
             made.unknown[CLIP_HIGH] = f"{bound}, which is above 1"
+
+
+def _trl_entropy(made: Converted) -> None:
+    """Set the entropy bonus: a mean over tokens there; here it has the denominator of the loss."""
+    take, begins, updates = made.take, made.overrides.get(ENTROPY), made.overrides.get(UPDATES, 1)
+    is_adaptive, delta, least = take("use_adaptive_entropy"), take("entropy_coef_delta"), take("entropy_coef_min", 0)
+    keys = [ENTROPY]
+    if is_adaptive:
+        *keys, target, enabled = (f"{GRPO}.adaptive_entropy.{key}" for key in ("step", "maximum", "target", "enabled"))
+        made.overrides |= dict(zip(keys, (delta and delta * updates, take("entropy_coef_max")), strict=True))
+        made.overrides |= {target: take("entropy_target"), enabled: True, ENTROPY: 0}
+        if updates > 1:
+            made.notes.append(f"entropy_coef_delta={delta}: of an update there, of a step's {updates} updates here")
+        if begins or least:
+            text = f"use_adaptive_entropy: the coefficient begins at {begins} there, and is at least {least}; here both"
+            made.differs.append(f"{text} are 0")
+    elif not begins:
+        return
+    if made.overrides.get(AGGREGATION) == "sequence":
+        made.differs.append("entropy bonus: the mean over a micro-batch's tokens there, of responses' own means here")
+    elif made.overrides.get(AGGREGATION) == "constant":
+        for key in keys:
+            made.unknown.setdefault(
+                key,
+                "the entropy is a mean over tokens there, and its sum is divided as the loss here:"
+                f" {made.overrides.get(key)} * max_completion_length / (mean tokens of a response) weighs the same",
+            )
+
+
+def _trl_sampling(made: Converted) -> None:
+    """Set what generation_kwargs has over the settings of the configuration."""
+    ours = f"{GRPO}.temperature"
+    if (value := made.take("generation_kwargs.temperature")) is not None:
+        text = f"generation_kwargs.temperature={value} samples there, and is set; the loss has log-probabilities of"
+        made.differs.append(f"{text} temperature={made.overrides.get(ours)} there, of that of the samples here")
+        made.overrides[ours] = value
+    for key in ("max_new_tokens", "max_tokens"):
+        made.overrides[RESPONSE] = made.take(f"generation_kwargs.{key}", made.overrides.get(RESPONSE))
 
 
 def _trl_engine(made: Converted) -> None:
@@ -178,7 +220,7 @@ def _trl_processes(made: Converted) -> int | None:
     return whole
 
 
-def _trl_batch(made: Converted) -> None:
+def _trl_batch(made: Converted, kind: Any) -> None:
     """Set the prompts and updates of a step, unless a size that they follow from is unknown."""
     take, group = made.take, made.overrides.get(GROUP)
     device, accumulated = take("per_device_train_batch_size"), take("gradient_accumulation_steps")
@@ -198,6 +240,9 @@ def _trl_batch(made: Converted) -> None:
         made.unknown[PROMPTS] = f"an update of {batch} responses is no multiple of the {generated} that TRL generates"
     if PROMPTS in made.unknown:
         return
+    made.overrides["model.micro_batch_size"] = device
+    if kind in ("dapo", "cispo"):
+        _tell_denominator(made, f"loss_type={kind}", generated, batch)
     generated = max(batch, generated)
     made.overrides[PROMPTS] = generated // group
     set_updates(made, batch, "per_device_train_batch_size * gradient_accumulation_steps * processes")
@@ -209,30 +254,61 @@ def _trl_batch(made: Converted) -> None:
         )
 
 
+def _tell_denominator(made: Converted, key: str, generated: int, batch: int) -> None:
+    """Tell that a loss over all tokens of a generation has smaller gradients than one over those of an update."""
+    clip = made.overrides.get(_CLIP, "max_grad_norm")
+    if generated == batch or not clip:
+        return
+    same = f"{clip} * {generated / batch:g}" if isinstance(clip, str) else f"{clip * generated / batch:g}"
+    made.differs.append(
+        f"{key}: the denominator is the tokens of a generation of {generated} responses there, those of an update of"
+        f" {batch} here: a gradient there is {batch / generated:g} of that here, which Adam hides, but not the"
+        f" clipping: {_CLIP}={same} clips as there"
+    )
+
+
 def _trl_validation(made: Converted) -> None:
     """Set how validations sample, if the file has any: in TRL as training does."""
-    strategy = made.take("eval_strategy", "no")
-    if strategy in ("no", False):  # `no` of a YAML file is False
+    saves, strategy = (
+        str(made.take(key, default)).rpartition(".")[2].lower()
+        for key, default in (("save_strategy", "steps"), ("eval_strategy", "no"))
+    )
+    for key, value, ours in (("save", saves, _SAVE_EVERY), ("eval", strategy, VALIDATE_EVERY)):
+        if value not in ("steps", *(("no", "false") if key == "eval" else ())):
+            made.overrides.pop(ours, None)
+            made.unknown.pop(ours, None)
+            made.notes.append(f"{key}_strategy={value}: not after a number of steps there; set {ours}")
+    if strategy in ("no", "false"):  # `no` of a YAML file is False
         every = made.overrides.pop(VALIDATE_EVERY, None)
         given = "eval_strategy=no" if every is None else f"eval_steps={every} without eval_strategy=steps"
         made.notes.append(f"{given}: TRL never evaluates; here {VALIDATE_EVERY} keeps its own value")
     else:
-        top_p = made.rest.get("top_p", 1)
+        top_p = made.rest.get("generation_kwargs.top_p", made.rest.get("top_p", 1))
+        steps = made.rest.get("logging_steps", 10)  # of TRL, not of transformers
         if strategy == "steps" and VALIDATE_EVERY not in made.overrides | made.unknown:
-            steps = int(made.rest.get("logging_steps", 500))  # of transformers
-            made.overrides[VALIDATE_EVERY] = -(-steps // made.overrides.get(UPDATES, 1))
+            if isinstance(steps, int | float) and steps >= 1:
+                made.overrides[VALIDATE_EVERY] = -(-int(steps) // made.overrides.get(UPDATES, 1))
+            else:
+                made.unknown[VALIDATE_EVERY] = f"eval_steps is logging_steps={steps} there, which is no number"
         set_validation(made, made.overrides.get(GROUP), made.overrides.get(f"{GRPO}.temperature"), top_p)
 
 
 def _trl_rewards(made: Converted) -> None:
     """Add a note with the override for TRL's reward functions and their weights; name a reward model as different."""
     functions, weights = made.take("reward_funcs"), made.rest.get("reward_weights")
+    of_script = [1280, 256] if _OVERLONG in str(functions) else None  # trl/scripts/grpo.py
+    if (limits := made.take(_OVERLONG, of_script)) is not None:
+        made.notes.append(
+            f"{_OVERLONG}: in its place, {GRPO}.shaping.overlong_tokens={limits[-1]} with"
+            f" {GRPO}.shaping.overlong_penalty=(its weight) / (sum of the others' weights) does the same where"
+            f" responses are limited to {limits[0]} tokens"
+        )
     if isinstance(functions, Expression):
         node = ast.parse(functions, mode="eval").body
         found = [ast.unparse(one) for one in getattr(node, "elts", [node])]
     else:  # of a YAML file: a text that cannot be a function is quoted, as a model is in Python
         listed = functions if isinstance(functions, list) else [functions]
-        found = [str(one) if re.fullmatch(r"[\w.]+", str(one)) else repr(one) for one in listed if one is not None]
+        found = [str(one) if _NAME.fullmatch(str(one)) else repr(one) for one in listed if one is not None]
     is_none, found = "None" in found, [one for one in found if one != "None"]
     models = [one for one in found if one[0] in "'\""]
     if (model := made.take("reward_model_name_or_path")) is not None:
@@ -259,7 +335,7 @@ def _trl_rewards(made: Converted) -> None:
         return
     if weights is not None and values is None:
         made.unknown[f"reward_weights={weights}"] = f"expected a list of {len(found)} numbers, one per reward function"
-    names = [name.rsplit(".", 1)[-1] if re.fullmatch(r"[\w.]+", name) else "FUNCTION" for name in used]
+    names = [name.rsplit(".", 1)[-1] if _NAME.fullmatch(name) else "FUNCTION" for name in used]
     factors = [f"*{weight:g}" if values else "" for weight in used.values()]
     parts = [f"FILE.py:{name}{factor}" for name, factor in zip(names, factors, strict=True)]
     given = [f"reward_funcs=[{', '.join(names)}]" if len(found) > 1 else f"reward_funcs={names[0]}"]
@@ -272,7 +348,7 @@ def _trl_rewards(made: Converted) -> None:
     if total == "1":
         return
     text = f"reward_funcs: a sum of rewards becomes a mean: divided by {total}"
-    if made.overrides[ADVANTAGE] == "mean_only" or ADVANTAGE in made.unknown:
+    if made.overrides.get(ADVANTAGE) == "mean_only" or ADVANTAGE in made.unknown:
         others = f"{KL}, {ENTROPY} and trainer.gradient_clip_val"
         made.differs.append(f"{text}, and so are advantages without a std; divide {others} by it, too")
     else:

@@ -439,7 +439,7 @@ def test_puzzles_are_fixed_by_the_seed_and_held_out_ones_are_others(
     times = [one["truth"]["entry"]["metadata"] for one in train if one["truth"]["dataset"] == "time_intervals"]
     assert any(time["task_type"].startswith("time") for time in times)
     assert str(date.today()) not in json.dumps(times)
-    assert manifest(tmp_path / "out")["from"].startswith("reasoning_gym 0.")
+    assert manifest(tmp_path / "out1")["from"].startswith("reasoning_gym 0.")
 
 
 @pytest.mark.slow

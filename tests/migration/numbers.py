@@ -453,7 +453,7 @@ NUMBERS = [  # without those of the learning rate's schedule, which `schedules.p
         {
             "verl": (SAME, lambda s: _overlong(s, "len")),
             "nemo_rl": (
-                SAME,
+                "max_response_length",
                 lambda s: (
                     s["grpo.reward_shaping.overlong_buffer_length"]
                     if s["grpo.reward_shaping.enabled"] and s["grpo.reward_shaping.stop_properly_penalty_coef"] is None

@@ -91,7 +91,9 @@ def test_the_numbers_of_the_back_end_that_is_on_count(
         "    optimizer: {optimizer: sgd, lr: 1.0e-6, weight_decay: 0.1, adam_beta1: 0.9, adam_beta2: 0.999,"
         " adam_eps: 1.0e-8, clip_grad: 0.3}\n    scheduler: {lr_decay_style: constant, end_weight_decay: 0.2}\n"
     )
-    overrides, comments = converted("nemo_rl", f"# no defaults:\n{ROOT}{more}", tmp_path / "grpo.yaml", capsys)
+    overrides, comments = converted(
+        "nemo_rl", f"# no defaults:\n{ROOT}{more}", tmp_path / "grpo.yaml", capsys, 2 if enabled else 0
+    )
     wanted = {f"model.optim.lr={lr}", f"model.optim.weight_decay={decay}", f"trainer.gradient_clip_val={clip}"}
     assert wanted <= set(overrides)
     other = "policy.optimizer.kwargs.lr=3e-06" if enabled else "policy.megatron_cfg.optimizer.lr=1e-06"

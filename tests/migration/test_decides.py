@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from nemo_prorl import cli
 from tests.migration.test_convert import GRPO, converted
 
 VERL = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo trainer.total_training_steps=9 "
@@ -13,9 +14,10 @@ MASK = VERL + "algorithm.rollout_correction.rollout_"
 
 
 def of(text: str, folder: Path, capsys: pytest.CaptureFixture[str], code: int = 0) -> tuple[set[str], str]:
-    """Return the overrides and all comments of a script of verl, a Python file of TRL, or a YAML file of NeMo-RL."""
-    trainer = "verl" if "main_ppo" in text else "trl" if "GRPOConfig" in text else "nemo_rl"
-    name = {"verl": "run.sh", "trl": "a.py", "nemo_rl": "grpo.yaml"}[trainer]
+    """Return the overrides and all comments of a script of verl or OpenRLHF, Python of TRL, or YAML of NeMo-RL."""
+    words = {"main_ppo": "verl", "train_ppo_ray": "openrlhf", "GRPOConfig": "trl"}
+    trainer = next((one for word, one in words.items() if word in text), "nemo_rl")
+    name = {"trl": "a.py", "nemo_rl": "grpo.yaml"}.get(trainer, "run.sh")
     overrides, comments = converted(trainer, text, folder / name, capsys, code)
     return set(overrides), "\n".join(comments)
 
@@ -161,11 +163,86 @@ def test_an_overlong_penalty_is_that_of_the_words(
     assert told in comments
 
 
+OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg."
+OVERLONG = f"data.max_response_length=4096 {OVERLONG}enable=True {OVERLONG}len=1024 {OVERLONG}penalty_factor=1.0"
+BYPASS = "algorithm.rollout_correction.bypass_mode=True algorithm.rollout_correction."
+TWO, OPTIM = "data.train_batch_size=512", f"{ACTOR}.optim"  # two updates of 256
+CLIP, SHAPING = "trainer.gradient_clip_val", f"{GRPO}.shaping.overlong"
+GSM8K, DAPO = (
+    "data.train_files=[data/gsm8k/train.parquet,data/math/train.parquet]",
+    "data.train_files=d/dapo-17k.parquet",
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected", "told", "code"),
+    [
+        (f"{DAPO} {OVERLONG}", [f"{SHAPING}_tokens=1024", f"{SHAPING}_penalty=0.5"], "half of it, 0.5, weighs", 0),
+        (f"{GSM8K} {OVERLONG}", [f"{SHAPING}_tokens=1024", f"{SHAPING}_penalty=1"], None, 0),
+        (OVERLONG, [f"{SHAPING}_penalty=0.5"], "where they are 1 and 0 (gsm8k, MATH, geo3k), the whole does", 0),
+        (
+            f"{DAPO} {OVERLONG} reward_model.reward_kwargs.max_resp_len=3072",
+            [f"{SHAPING}_tokens=2048", f"{SHAPING}_penalty=1"],
+            "reward_model.reward_kwargs.max_resp_len=3072: the penalty begins at 2048 tokens there",
+            0,
+        ),
+        (f"{GSM8K} {OVERLONG} reward_model.reward_kwargs.max_resp_len=6144", [f"{SHAPING}_tokens=0"], "at 5120", 0),
+        (f"{BYPASS}rollout_is=token {TWO}", [f"{GRPO}.old_logp=engine", f"{CORRECTION}.kind=none"], "with bypass", 0),
+        (f"{BYPASS}rollout_rs=token_k1 {TWO}", [], f"{CORRECTION}.kind: algorithm.rollout_correction.rollout_rs=t", 2),
+        (
+            f"{BYPASS}loss_type=reinforce algorithm.rollout_correction.rollout_is=token {TWO}",
+            [f"{GRPO}.old_logp=engine"],
+            f"with rollout_is=token it is cispo with {GRPO}.clip_high=1, and no other has a counterpart",
+            2,
+        ),
+        (
+            f"{BYPASS}loss_type=reinforce data.train_batch_size=256",
+            [f"{CORRECTION}.kind=none", f"{GRPO}.loss=clip"],
+            "bypass_mode=True has no effect there, where a step's only update takes the actor's own",
+            0,
+        ),
+        (f"{BYPASS}loss_type=ppo_clip {ACTOR}.policy_loss.loss_mode=gspo {TWO}", [], "of loss_mode=vanilla there", 0),
+        (f"{ACTOR}.grad_clip=0.5 {OPTIM}.clip_grad=0.3", [f"{CLIP}=0.5"], "clip_grad=0.3 has no effect there", 0),
+        (
+            f"{ACTOR}.strategy=megatron {OPTIM}.clip_grad=0.3 {OPTIM}.betas=[0.9,0.95]",
+            [f"{CLIP}=0.3", "model.optim.betas=[0.9,0.999]"],
+            "betas=[0.9, 0.95] has no effect there",
+            0,
+        ),
+        (
+            f"model_engine=megatron +{OPTIM}.override_optimizer_config.adam_beta2=0.98",
+            [f"{CLIP}=1", "model.optim.betas=[0.9,0.98]"],
+            None,
+            0,
+        ),
+        (f"trainer.use_legacy_worker_impl=disable {OPTIM}.clip_grad=0.3", [f"{CLIP}=0.3"], None, 0),
+        ("algorithm.norm_adv_by_std_in_grpo=False", [], ": where rewards are 1 and -1 there, 1 and 0 here, adv", 0),
+        (f"{DAPO} algorithm.norm_adv_by_std_in_grpo=False", [], "without a std: rewards are 1 and -1 there", 0),
+        (f"{GSM8K} algorithm.norm_adv_by_std_in_grpo=False", [f"{GRPO}.advantage=mean_only"], None, 0),
+        (f"{ACTOR}.fsdp_config.dtype=float16", [], "dtype=float16: trainer.precision is bf16 or 32 here", 2),
+        (f"{OPTIM}.optimizer=Adafactor", [], "optimizer=Adafactor: the optimizer is AdamW here", 2),
+        (f"{ACTOR}.fsdp_config.model_dtype=bfloat16", [], "the optimizer has float32 weights here", 0),
+        ("actor_rollout_ref.model.mtp.enable_train=True", [], "there is no multi-token prediction here", 2),
+        (f"{ACTOR}.megatron.expert_model_parallel_size=8", [], "no run has a mixture of experts here", 2),
+        ("data.image_key=images", [], "prompts with images are not read here", 0),
+        ("data.train_batch_size=0", [], f"{GRPO}.prompts_per_step: data.train_batch_size=0, of fully_async_policy", 2),
+        ("algorithm.filter_groups.enable=True", [], "verl.trainer.main_ppo ignores it: then set", 0),
+    ],
+)
+def test_numbers_of_verl_are_those_of_its_source(
+    words: str, expected: list[str], told: str | None, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides, comments = of(f"{VERL} {words}", tmp_path, capsys, code)
+    assert set(expected) <= overrides
+    assert "penalty_factor" not in comments and "without a std" not in comments if told is None else told in comments
+
+
 def test_what_is_as_here_is_not_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = f"{NEMO}async_rl: {{sampler: {{name: in_order, max_lookahead_versions: 0}}}}\n"
-    text += "policy: {optimizer: {name: te.FusedAdam, kwargs: {master_weights: true}}}\n"
+    name = "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"
+    text += f"policy: {{optimizer: {{name: {name}, kwargs: {{master_weights: true}}}}}}\n"
     comments = of(text, tmp_path, capsys)[1]
-    assert "policy.optimizer.name=te.FusedAdam: the optimizer is AdamW here" in comments
+    assert f"policy.optimizer.name={name}" in comments.split("no override needed")[1]
     assert "  policy.optimizer.kwargs.master_weights=True" in comments
 
 
@@ -183,7 +260,7 @@ def test_scaled_rewards_of_nemo_rl_scale_the_overlong_penalty(
     ("given", "every", "told"),
     [
         ("eval_steps=5", None, "eval_steps=5 without eval_strategy=steps: TRL never evaluates"),
-        ("eval_strategy='steps'", 500, None),
+        ("eval_strategy='steps'", 10, None),
         ("eval_strategy='steps', logging_steps=20, steps_per_generation=4", 5, None),
     ],
 )
@@ -196,6 +273,146 @@ def test_trl_evaluates_only_with_a_strategy(
     )
     assert ("never evaluates" in comments) == (told is not None)
     assert told is None or told in comments
+
+
+TRAINER = "GRPOTrainer('org/model'"
+SPLIT = "per_device_train_batch_size=8, num_generations=8"
+
+
+@pytest.mark.parametrize(
+    ("given", "told", "code"),
+    [
+        (
+            "importance_sampling_level='sequence_token'",
+            f"  {GRPO}.loss: importance_sampling_level=sequence_token has",
+            2,
+        ),
+        ("loss_type='cispo', epsilon_high=5., importance_sampling_level='x'", "importance_sampling_level=x has no", 2),
+        ("scale_rewards='std'", f"  {GRPO}.advantage: scale_rewards=std has no counterpart here; group_norm is", 2),
+        ("multi_objective_aggregation='normalize_then_sum'", "  multi_objective_aggregation=normalize_then_sum: ", 2),
+        (
+            "loss_type='dr_grpo', entropy_coef=0.01",
+            ".entropy_coef: the entropy is a mean over tokens there, and its",
+            2,
+        ),
+        ("loss_type='dr_grpo', entropy_coef=0.01", "0.01 * max_completion_length / (mean tokens of a response)", 2),
+        ("loss_type='dr_grpo', use_adaptive_entropy=True", ".step: the entropy is a mean over tokens there", 2),
+        ("loss_type='grpo', entropy_coef=0.01", "entropy bonus: the mean over a micro-batch's tokens there", 0),
+        ("use_adaptive_entropy=True, entropy_coef=0.01", "begins at 0.01 there, and is at least 0; here both are 0", 0),
+        ("use_adaptive_entropy=True, steps_per_generation=4", "0.005: of an update there, of a step's 4 updates", 0),
+        (f"beta=0.)\n{TRAINER}, tools=[multiply]", "  tools: tools=[multiply] has no value here; unless it is None", 2),
+        (f"beta=0.)\n{TRAINER}, environment_factory=Env", "a response is one turn here", 2),
+        (f"beta=0.)\n{TRAINER}, rollout_func=f", "it makes the responses there, of several turns perhaps", 2),
+        (
+            "generation_kwargs={'top_p': 0.9, 'temperature': 0.7}",
+            "  generation_kwargs.top_p=0.9: training samples from",
+            0,
+        ),
+        ("generation_kwargs={'temperature': 0.7}", "the loss has log-probabilities of temperature=1.0 there", 0),
+        ("generation_kwargs={'do_sample': False}", "  generation_kwargs.do_sample=False: training samples here", 2),
+        ("generation_kwargs=OPTIONS", "  generation_kwargs: generation_kwargs=OPTIONS has no value here", 2),
+        (f"{SPLIT}, steps_per_generation=4", "a gradient there is 0.25 of that here, which Adam hides, but not", 0),
+        (f"{SPLIT}, steps_per_generation=4", "trainer.gradient_clip_val=4 clips as there", 0),
+        (f"{SPLIT}, gradient_accumulation_steps=4, steps_per_generation=2", "trainer.gradient_clip_val=0.5 clips", 0),
+        (f"{SPLIT}, steps_per_generation=2, max_grad_norm=C", "trainer.gradient_clip_val=max_grad_norm * 2 clips", 2),
+        (
+            "save_strategy='epoch', save_steps=5",
+            f"save_strategy=epoch: not after a number of steps there; set {GRPO}",
+            0,
+        ),
+        ("eval_strategy='epoch'", f"eval_strategy=epoch: not after a number of steps there; set {GRPO}.validate_ev", 0),
+        ("optim='adafactor'", "  optim=adafactor: the optimizer is AdamW here", 2),
+        ("optim='adamw_8bit'", "  optim=adamw_8bit: AdamW's moments have fewer bits there", 0),
+        ("neftune_noise_alpha=5", "  neftune_noise_alpha=5: no noise is added to the embeddings here", 2),
+        (f"beta=0.)\n{TRAINER}, [..., sop]", "reward (reward_funcs=[FUNCTION, sop]): add", 0),
+        (
+            f"beta=0.)\n{TRAINER}, [a, get_soft_overlong_punishment(512, soft_punish_cache=99)]",
+            f"in its place, {GRPO}.shaping.overlong_tokens=99 with {GRPO}.shaping.overlong_penalty=(its weight) / (sum",
+            0,
+        ),
+    ],
+)
+def test_what_trl_does_otherwise_is_told(
+    given: str, told: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    comments = of(f"GRPOConfig(max_steps=100, {given})", tmp_path, capsys, code)[1]
+    assert told in comments
+    assert "unknown to" not in comments
+
+
+OPENRLHF = (
+    "python3 -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path org/m --algo.advantage.estimator group_norm"
+)
+OPENRLHF += " --rollout.n_samples_per_prompt 8"
+CUT_OFF = "--reward.stop_properly_penalty_coef"
+BONUS = "--algo.kl.use_loss --algo.kl.estimator k2 --actor.policy_loss_type gspo"
+
+
+@pytest.mark.parametrize(
+    ("words", "told", "is_asked"),
+    [
+        (f"{CUT_OFF} 0.5 --reward.overlong_buffer_len 9", "has 0.5 of that penalty there, 1 here", False),
+        (f"{CUT_OFF} -0.5 --reward.overlong_buffer_len 9", "has 0 of that penalty there, 1 here", False),
+        ("--reward.overlong_buffer_len 9", "ends at a response of data.max_len", False),
+        ("--train.agent_func_path a.py", "  train.agent_func_path=a.py: its file makes the responses there", True),
+        ("--ds.param_dtype fp16", "  trainer.precision: ds.param_dtype=fp16 has no counterpart here", True),
+        ("--actor.optim muon --actor.muon.lr 0.02", "  actor.optim=muon: the optimizer is AdamW here", True),
+        (BONUS, f"actor.policy_loss_type=gspo: {GRPO}.kl_coef weigh means over tokens there", False),
+        (f"{BONUS} --actor.entropy_coef 0.1", f"gspo: {GRPO}.kl_coef and {GRPO}.entropy_coef weigh means over", False),
+        (
+            "--train.async_enable --train.async_queue_size 3",
+            "  train.async_enable=True: a batch may be train.asy",
+            True,
+        ),
+        ("--train.async_enable --async_queue_size 3", "  async_queue_size=3: so many steps ahead generates", False),
+        ("--algo.advantage.gamma 0.9", "algo.advantage.gamma=0.9 has no effect there, with algo.advantage.est", False),
+        ("--data.input_template Q:{}", "  data.input_template=Q:{}: without data.apply_chat_template it is", False),
+        ("--data.max_images_per_prompt 2", "  data.max_images_per_prompt=2: prompts are text here", True),
+    ],
+)
+def test_what_openrlhf_does_otherwise_is_told(
+    words: str, told: str, is_asked: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    comments = of(f"{OPENRLHF} {words}", tmp_path, capsys, code=2)[1]  # its runs have epochs
+    asked = comments.split("not the same as in")[0]
+    assert (told in asked) == is_asked
+    assert told in comments
+    assert "unknown to" not in comments
+
+
+def test_a_fixed_reward_of_cut_off_responses_is_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides, comments = of(f"{OPENRLHF} {CUT_OFF} -0.5", tmp_path, capsys, code=2)
+    assert {f"{GRPO}.unfinished_factor=0", f"{GRPO}.unfinished_penalty=0.5"} <= overrides
+    assert "stop_properly" not in comments
+
+
+def test_an_unknown_scale_of_several_rewards_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = f"GRPOConfig(max_steps=9, scale_rewards=how)\n{TRAINER}, [a, b])"
+    assert f"{GRPO}.advantage: scale_rewards=how has no value" in of(text, tmp_path, capsys, code=2)[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "absent"),
+    [
+        (
+            "generation_kwargs={'temperature': 0.7, 'max_tokens': 99}",
+            {"temperature=0.7", "max_response_tokens=99"},
+            "=",
+        ),
+        ("use_adaptive_entropy=True, steps_per_generation=4", {"adaptive_entropy.step=0.02"}, "="),
+        ("save_steps=0.1, eval_strategy='steps', eval_steps=0.055", {"checkpoint_every=10", "validate_every=6"}, "="),
+        ("save_strategy='epoch', save_steps=5", set(), "checkpoint_every"),
+        ("eval_strategy='epoch', eval_steps=5", {"validation_samples=8"}, "validate_every"),
+        ("evaluation_strategy='steps'", {"validate_every=10"}, "="),
+    ],
+)
+def test_what_trl_has_elsewhere_is_set(
+    given: str, expected: set[str], absent: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = of(f"GRPOConfig(max_steps=100, per_device_train_batch_size=8, {given})", tmp_path, capsys)[0]
+    assert {f"{GRPO}.{one}" for one in expected} <= overrides
+    assert "model.micro_batch_size=8" in overrides
+    assert not any(one.startswith(f"{GRPO}.{absent}") for one in overrides)
 
 
 def test_a_mask_of_cut_off_responses_is_not_called_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,3 +443,85 @@ def test_words_built_in_an_if_are_read(
     assert lr is None or f"model.optim.lr={lr}" in overrides
     assert ("seed=7" in overrides) == (lr == "1e-06")
     assert ("$MORE: what it sets" in comments) == (lr is None)
+
+
+SHAPED = "reward_shaping: {enabled: true, overlong_buffer_length: 64, overlong_buffer_penalty: 1, max_response_length: "
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "told", "code"),
+    [
+        ("policy: {precision: bfloat16}", ["trainer.precision=bf16", "model.megatron_amp_O2=true"], None, 0),
+        ("policy: {precision: float32}", ["trainer.precision=32", "model.megatron_amp_O2=false"], None, 0),
+        ("policy: {precision: float16}", [], "trainer.precision: policy.precision=float16: it is bf16 or 32 here", 2),
+        (
+            f"grpo: {{max_num_steps: 90, {SHAPED}192}}}}\npolicy: {{max_total_sequence_length: 512,"
+            " generation: {max_new_tokens: 256}}\ndata: {max_input_seq_length: 256}",
+            [f"{SHAPING}_tokens=128", f"{SHAPING}_penalty=2"],
+            "max_response_length=192: the penalty begins at 128 tokens there, and grows to the longest response",
+            0,
+        ),
+        (
+            f"grpo: {{max_num_steps: 90, {SHAPED}448}}}}\npolicy: {{max_total_sequence_length: 512}}",
+            [f"{SHAPING}_tokens=128", f"{SHAPING}_penalty=2"],
+            "=448: where the context limits a response, its penalty begins earlier here by the tokens of its prompt",
+            0,
+        ),
+        ("loss_fn: {positive_example_nll_weight: 0.1}", [], "nll_weight=0.1: there is no such term here", 2),
+        ("grpo: {max_num_steps: 90, advantage_clip_low: -5}", [], "low=-5: advantages are not clipped here", 2),
+        ("grpo: {max_num_steps: 90, overlong_filtering: true}", [], "no override leaves cut-off responses out", 2),
+        ("policy: {optimizer: {name: torch.optim.SGD}}", [], "torch.optim.SGD: the optimizer is AdamW here", 2),
+        ("data: {validation: {repeat: 16}}", [f"{GRPO}.validation_samples=16"], None, 0),
+        ("policy: {model_name: Qwen/Qwen3-30B-A3B}", [], "Qwen/Qwen3-30B-A3B: a mixture of experts or a vision", 2),
+        ("policy: {model_name: Qwen/Qwen2.5-VL-3B-Instruct}", [], "a mixture of experts or a vision model", 2),
+    ],
+)
+def test_numbers_of_nemo_rl_are_those_of_its_source(
+    text: str, expected: list[str], told: str | None, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = "" if text.startswith("grpo") else NEMO
+    overrides, comments = of(start + text, tmp_path, capsys, code)
+    assert set(expected) <= overrides
+    assert told is None or told in comments
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "told"),
+    [
+        ("grpo.yaml", "ppo: {max_num_steps: 90}\npolicy: {precision: bfloat16}", "got those of run_ppo, which also"),
+        (
+            "run.sh",
+            "source common.env\nuv run run_grpo.py --config $CONFIG grpo.max_num_steps=9",
+            "=$CONFIG: this file",
+        ),
+    ],
+)
+def test_what_cannot_be_read_of_nemo_rl_is_refused(
+    file: str, text: str, told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / file).write_text(text)
+    assert cli.main(["convert", "nemo_rl", str(tmp_path / file)]) == 2
+    assert told in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("subject", "lr", "seed"),
+    [
+        ("fsdp", "1e-06", False),
+        ("fsdp2", "1e-06", False),
+        ("megatron", "2e-06", True),
+        ("other", "9e-06", False),
+        ("$(date)", None, None),
+    ],
+)
+def test_words_built_in_a_case_are_read(
+    subject: str, lr: str | None, seed: bool | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = f'backend={subject}\nlr=3e-6\ncase "$backend" in\n  fsdp | fsdp2) lr=1e-6 ;;\n  (mega*)\n    lr=2e-6\n'
+    text += f"    case $lr in 2e-6) A+=(data.seed=7) ;; esac\n    ;;\n  *) lr=9e-6;;\nesac\n{VERL} {ACTOR}.optim.lr=$lr"
+    overrides, comments = of(f'{text} "${{A[@]}}"', tmp_path, capsys, code=0 if lr else 2)
+    assert {one for one in overrides if one.startswith("model.optim.lr=")} == (
+        {f"model.optim.lr={lr}"} if lr else set()
+    )
+    assert ("seed=7" in overrides) == bool(seed)
+    assert ("data.seed=7 has no value here" in comments) == (seed is None)

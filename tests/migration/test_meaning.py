@@ -101,12 +101,11 @@ def test_what_verl_s_own_scripts_have_is_told(tmp_path: Path, capsys: pytest.Cap
         "verl", f"{start}high=0.28 actor_rollout_ref.actor.clip_ratio_low=0.1", tmp_path / "run.sh", capsys
     )
     assert not any("clip_ratio=0.2" in line or "ppo_megatron" in line for line in comments)
-    text = f"{start}low=0.1 algorithm.rollout_correction.bypass_mode=True"
-    text += " algorithm.rollout_correction.loss_type=reinforce"
+    text = f"{start}low=0.1 algorithm.rollout_correction.loss_type=reinforce"
     text += " algorithm.rollout_correction.rollout_is_batch_normalize=True"
     _, comments = converted("verl", text, tmp_path / "run.sh", capsys)
     told = [line.split("=")[0].rsplit(".", 1)[-1] for line in comments if line.startswith("  algorithm.rollout_corr")]
-    assert told == ["bypass_mode", "loss_type", "rollout_is_batch_normalize"]
+    assert told == ["loss_type", "rollout_is_batch_normalize"]
 
 
 @pytest.mark.parametrize(
@@ -501,7 +500,7 @@ def test_a_sum_over_tokens_is_not_one_that_is_divided(tmp_path: Path, capsys: py
             "policy: {megatron_cfg: {enabled: true, tensor_model_parallel_size: 4},"
             " dtensor_cfg: {tensor_parallel_size: 2}, generation: {colocated: {enabled: false}}}",
             "model.tensor_model_parallel_size=4",
-            r"policy.generation.colocated.enabled=False: rollout.own_devices=true gives the engines",
+            r"policy.generation.colocated.enabled=False: the engines are on all of the trainer's GPUs here",
         ),
     ],
     ids=["micro-batch of one", "micro-batches", "dtensor", "megatron"],

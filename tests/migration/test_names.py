@@ -93,6 +93,7 @@ MAY_BE_ABSENT = {  # they belong to a method that null switches off
     *(f"trainer.grpo.{key}" for key in ("checkpoint_every", "keep_best", "validate_every")),
     *(f"trainer.grpo.validation_{key}" for key in ("samples", "temperature", "top_p")),
     "model.megatron_amp_O2",
+    "model.micro_batch_size",
     "model.optim.sched.min_lr",
     "model.optim.sched.warmup_steps",
     "model.optim.sched.warmup_ratio",

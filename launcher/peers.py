@@ -7,7 +7,7 @@ RUN/endpoints/node-K-ATTEMPT.json    written by node K when the node is fit to b
 
 ATTEMPT identifies one start of all nodes, so that files of an earlier start are ignored.  The supervisors use no
 sockets and no heartbeats: `srun` starts them, forwards their output and signals, and ends all of them when one exits
-with an error or a node is lost.
+with an error or a node is lost.  What is done then is in the table of `slurm_driver.py`.
 
 Standard library only, Python 3.9 at least (see `slurm_driver.py`).
 """

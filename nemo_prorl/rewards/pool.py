@@ -137,7 +137,8 @@ class _Worker:
             )
         worker = cls(process, *await asyncio.open_connection(sock=ours, limit=_MAX_LINE))
         try:
-            first = await asyncio.wait_for(worker.receive(), STARTUP_S)
+            async with asyncio.timeout(STARTUP_S):  # asyncio.wait_for of Python 3.11 may lose a cancellation
+                first = await worker.receive()
             if not isinstance(first, dict) or "ready" not in first:
                 why = first["failed"] if isinstance(first, dict) and "failed" in first else f"it sent {first!r:.80}"
                 raise RewardFailure(f"reward plugin {spec.plugin!r} cannot start: {why}")

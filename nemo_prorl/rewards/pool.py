@@ -39,6 +39,7 @@ _log = logging.getLogger(__name__)
 
 MAX_QUEUE = 8192  # maximum waiting requests per plugin
 STARTUP_S = 120.0  # seconds for a worker to start and run `prepare`
+END_S = 10.0  # seconds for killed workers to end
 WALL_FACTOR = 4.0  # limit of wall time per request, as a multiple of the CPU budget, without waiting for a busy CPU
 KEPT_VARIABLES = (
     *("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH"),
@@ -115,6 +116,7 @@ class _Worker:
     ) -> None:
         self.process, self._reader, self._writer = process, reader, writer
         self.ended = asyncio.ensure_future(process.wait())
+        self._killed = False
 
     @classmethod
     async def start(cls, spec: PoolSpec) -> "_Worker":
@@ -127,17 +129,23 @@ class _Worker:
         numbers = [theirs.fileno(), os.getpid(), spec.memory_mb, int(spec.unsafe_no_sandbox)]
         arguments = [*map(str, numbers), spec.plugin, json.dumps(spec.settings)]
         with theirs:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "nemo_prorl.rewards.worker", *arguments),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=2,  # keep what plugins print out of this process's standard output, which has the results
-                pass_fds=(theirs.fileno(),),
-                env=worker_environment(spec.hash_seed),
-                start_new_session=True,
-            )
-        worker = cls(process, *await asyncio.open_connection(sock=ours, limit=_MAX_LINE))
+            reader, writer = await asyncio.open_connection(sock=ours, limit=_MAX_LINE)
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "nemo_prorl.rewards.worker", *arguments),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=2,  # keep what plugins print out of this process's standard output, which has the results
+                    pass_fds=(theirs.fileno(),),
+                    env=worker_environment(spec.hash_seed),
+                    start_new_session=True,
+                )
+            except BaseException:
+                writer.close()
+                raise
+        worker = cls(process, reader, writer)  # no await since the start of the process: a cancellation would leave it
         try:
-            first = await asyncio.wait_for(worker.receive(), STARTUP_S)
+            async with asyncio.timeout(STARTUP_S):  # asyncio.wait_for of Python 3.11 may lose a cancellation
+                first = await worker.receive()
             if not isinstance(first, dict) or "ready" not in first:
                 why = first["failed"] if isinstance(first, dict) and "failed" in first else f"it sent {first!r:.80}"
                 raise RewardFailure(f"reward plugin {spec.plugin!r} cannot start: {why}")
@@ -156,7 +164,8 @@ class _Worker:
 
     @property
     def alive(self) -> bool:
-        return not self.ended.done()
+        """Whether the process runs and was not killed."""
+        return not (self._killed or self.ended.done())
 
     async def receive(self) -> Any:
         """Return the next message.  Raises WorkerGone if the worker is dead or sent a line that is not JSON."""
@@ -217,6 +226,7 @@ class _Worker:
         if self.alive:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
+        self._killed = True
         self._writer.close()
 
 
@@ -260,9 +270,9 @@ class PluginPool:
         """Kill the workers, and answer all open requests with "infrastructure" verdicts."""
         for slot in self._slots:
             slot.cancel()
-        await asyncio.gather(*self._slots, return_exceptions=True)
-        for worker in tuple(self.workers):
-            await self._drop(worker)
+        if self._slots:
+            await asyncio.wait(self._slots, timeout=END_S)
+        await self._drop(*self.workers)
         self._fail_all("the reward server stopped")
 
     @property
@@ -345,17 +355,23 @@ class PluginPool:
         while True:
             try:
                 return await self._spawn()
-            except (RewardFailure, OSError) as error:
+            except (RewardFailure, OSError, RuntimeError) as error:  # RuntimeError: asyncio got no thread for the child
                 failures += 1
                 _log.error("%s (failure %d in a row; the start will be retried)", error, failures)
                 if failures >= 3 and not self.workers:
                     self._fail_all(str(error))
                 await asyncio.sleep(min(10.0, 0.5 * 2**failures))
 
-    async def _drop(self, worker: _Worker) -> None:
-        worker.kill()
-        self.workers.discard(worker)
-        await worker.ended
+    async def _drop(self, *workers: _Worker) -> None:
+        """Kill workers and wait END_S at most for their end: a process that waits for a device may outlive SIGKILL."""
+        for worker in workers:
+            worker.kill()
+        self.workers.difference_update(workers)
+        if workers:
+            await asyncio.wait({worker.ended for worker in workers}, timeout=END_S)
+        if left := [worker.process.pid for worker in workers if not worker.ended.done()]:
+            why = f"had not ended {END_S:g} s after SIGKILL. Fix: look for a file system or a device that hangs"
+            _log.error("workers of plugin %r (processes %s) %s", self.spec.plugin, left, why)
 
     async def _run_slot(self, worker: _Worker) -> None:
         while True:
@@ -400,7 +416,7 @@ class PluginPool:
             if error.failure == "infrastructure":
                 self.stats.last_failure = detail
             self._fail(job, detail, error.failure)
-            await self._drop(worker)
+            worker.kill()
         except asyncio.CancelledError:
             self._fail(job, "the reward server stopped")
             raise

@@ -27,7 +27,7 @@ PHASES: dict[str, tuple[str, float, list[str]]] = {
     "the engines start": ("the model is built", 0.5, [NO_WARMUP]),
     "warm-up": ("warm-up:", 3.0, ["trainer.warmup.steps=3000"]),
     "validation": ("ready: rollout engines", 3.0, [NO_WARMUP, "trainer.grpo.validation_samples=64"]),
-    "rollout": ("   1/120", 3.0, [NO_WARMUP, LONG, "data.validation=[]"]),
+    "rollout": ("ready: rollout engines", 8.0, [NO_WARMUP, LONG, "data.validation=[]"]),
     "updates": ("   1/120", 4.0, [NO_WARMUP, "trainer.grpo.updates_per_step=48", "data.validation=[]"]),
 }
 

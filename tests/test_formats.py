@@ -147,7 +147,7 @@ def against(name: str, value: Any) -> list[str]:
 def test_every_format_has_a_schema_that_says_what_it_is() -> None:
     wanted = (
         "prompt-record reward-request verdict metrics journal-event summary endpoint state control-request hook-event"
-        " chain launch data-manifest evaluation-results evaluation-comparison evaluation-manifest evaluation-sample"
+        " chain fork launch data-manifest evaluation-results evaluation-comparison evaluation-manifest evaluation-sample"
         " evaluation-published trace node usage"
     )
     assert set(SCHEMAS) == set(wanted.split())

@@ -197,10 +197,7 @@ def cells(forks: Mapping[Path, ForkRecord], arm: ForkArm) -> tuple[str, ...]:
     """Return the row of an arm: held-out scores of the second half, and the difference from the first arm.
 
     An arm that `--early` ended is compared over the later half of the validations that both have, with the wider
-    interval of several looks.
-
-    Raises:
-        ConfigError: both arms have no validation in the second half.
+    interval of several looks.  Raises ConfigError: no validation of the second half is one of both arms.
     """
     folder, record = next(iter(forks.items()))
     if shown := early_difference(folder, record, arm["folder"]):

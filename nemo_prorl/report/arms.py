@@ -10,12 +10,7 @@ from nemo_prorl.report.series import rounded
 
 
 def arms(folders: list[Path], curves: list[Curve]) -> dict[str, Any] | None:
-    """Return table and chart of the first fork among `folders`; None without one.
-
-    Returns:
-        `heads`, `rows`, `note`: the table of `prorl fork`, with hours and state of each arm.  `series`: the differences
-        from the first arm by validation, of the arms that have begun.
-    """
+    """Return the first fork among `folders`, None without one: its table and `series`, the lines of its chart."""
     forks = {folder: one for folder in folders if not is_run(folder) and (one := fork.read_fork(folder))}
     if not forks:
         return None

@@ -129,10 +129,9 @@ def with_arms(folders: list[Path]) -> list[Path]:
     found: list[Path] = []
     for folder in folders:
         record = None if is_run(folder) else read_fork(folder)
-        arms = [folder / arm["folder"] for arm in record["arms"]] if record else []
-        if arms and not any(map(is_run, arms)):
-            raise ConfigError(f"{folder}: no arm of this fork has begun. Fix: repeat prorl report later")
-        found += filter(is_run, arms) if arms else [folder]
+        found += [arm for one in record["arms"] if is_run(arm := folder / one["folder"])] if record else [folder]
+    if not found:
+        raise ConfigError(f"{folders[0]}: no arm of this fork has begun. Fix: repeat prorl report later")
     return found
 
 

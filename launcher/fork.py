@@ -13,16 +13,20 @@ import shlex
 import statistics
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 
 from nemo_prorl.algorithms.paired import PairedDifference, difference, later_half, look
 from nemo_prorl.errors import ConfigError
-from nemo_prorl.files import read_objects
+from nemo_prorl.files import read_object, read_objects, write_json
+from nemo_prorl.launcher.formats import ForkArm, ForkRecord
+from nemo_prorl.lifecycle.bottleneck import number
 from nemo_prorl.lifecycle.control import place
 from nemo_prorl.lifecycle.retention import step_of
 from nemo_prorl.lifecycle.stages import chosen_checkpoint
@@ -40,6 +44,8 @@ _ALL_ARMS = (
     "trainer.trace_steps=[]",
 )
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t, two sides, of 2 to 10 runs
+RECORD = "fork.json"
+HEADS = ("arm", "held-out", "difference", "95 %", "cost")
 _LOOK_S = 2.0  # seconds between looks at an arm with --early
 
 
@@ -52,7 +58,8 @@ class Arm:
     overrides: tuple[str, ...]
 
 
-_FirstArm = tuple[Path, Arm, DictConfig]  # folder of all arms, the arm and its configuration
+_Todo = list[tuple[Path, Arm, DictConfig]]  # folder of all arms, the arm and its configuration
+_Validations = dict[int, dict[str, float]]  # score of each held-out prompt, by step
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -86,33 +93,33 @@ def run(args: argparse.Namespace) -> int:
     from nemo_prorl import settings
     from nemo_prorl.launcher import one_node, run_results
 
-    todo, commands = composed(args)
-    for folder, _, _ in todo:
+    todo, forks, commands = composed(args)
+    for folder, record in forks.items():
         folder.mkdir(parents=True, exist_ok=True)  # `retention.retain` then keeps the checkpoint
+        write_json(folder / RECORD, record)
     if args.dry_run:
         sys.stdout.write("".join(f"{command}\n" for command in commands))
         return 0
-    for number, (folder, arm, cfg) in enumerate(todo, 1):
-        name = f"arm {number} of {len(todo)}: {arm.text} in {folder / arm.name}"
+    for count, (folder, arm, cfg) in enumerate(todo, 1):
+        name = f"arm {count} of {len(todo)}: {arm.text} in {folder / arm.name}"
         if run_results.finished_step(folder / arm.name, args.steps) is not None:
             _log.info("%s is finished", name)
             continue
-        if args.early and early_difference(todo[0], folder / arm.name, args.steps):
+        decided = partial(early_difference, folder, forks[folder], arm.name)
+        if decided():
             _log.info("%s is decided", name)
             continue
         _log.info("%s", name)
-        with _stopped_if_decided(todo[0], folder / arm.name, args.steps) if args.early else nullcontext():
+        with _stopped_if(decided, folder / arm.name) if args.early else nullcontext():
             code = one_node.run(cfg, settings.resolved_yaml(cfg))
-        if code and not (args.early and early_difference(todo[0], folder / arm.name, args.steps)):
+        if code and not decided():
             return code
-    arms = [arm for _, arm, _ in todo[: len(args.arms)]]
-    folders = list(dict.fromkeys(folder for folder, _, _ in todo))
-    sys.stdout.write(report(folders, arms, args.steps, todo[0] if args.early else None))
+    sys.stdout.write(table(forks))
     return 0
 
 
-def composed(args: argparse.Namespace) -> tuple[list[tuple[Path, Arm, DictConfig]], list[str]]:
-    """Return folder, arm and configuration of each arm of each run, and the commands that train them."""
+def composed(args: argparse.Namespace) -> tuple[_Todo, dict[Path, ForkRecord], list[str]]:
+    """Return the arms of all runs, the content of fork.json by its folder, and the commands that train the arms."""
     from nemo_prorl import settings
 
     if args.steps < 1:
@@ -123,7 +130,8 @@ def composed(args: argparse.Namespace) -> tuple[list[tuple[Path, Arm, DictConfig
         raise ConfigError("--early: expected one RUN, because the prompts of one run decide. Fix: fork each RUN")
     if twice := [arm for arm in args.arms if args.arms.count(arm) > 1]:
         raise ConfigError(f"--arms {' '.join(args.arms)}: {twice[0]} is given twice. Fix: leave one out")
-    todo: list[tuple[Path, Arm, DictConfig]] = []
+    todo: _Todo = []
+    forks: dict[Path, ForkRecord] = {}
     commands: list[str] = []
     for run_dir in (run_dir.absolute() for run_dir in args.runs):
         if not (run_dir / "config.yaml").is_file():
@@ -136,7 +144,23 @@ def composed(args: argparse.Namespace) -> tuple[list[tuple[Path, Arm, DictConfig
             words += [f"trainer.grpo.max_steps={args.steps}", *arm.overrides]
             todo.append((folder, arm, settings.load_run(words, run_dir / "config.yaml")))
             commands.append(shlex.join(["prorl", "train", "--config", str(run_dir / "config.yaml"), *words]))
-    return todo, commands
+        own = todo[-len(args.arms) :]
+        forks[folder] = {
+            "format": 1,
+            "checkpoint": str(checkpoint),
+            "steps": args.steps,
+            "early_noise": own[0][2].trainer.resets.trial_noise if args.early else None,
+            "arms": [{"text": arm.text, "folder": arm.name} for _, arm, _ in own],
+        }
+    return todo, forks, commands
+
+
+def read_fork(folder: Path) -> ForkRecord | None:
+    """Return the content of FOLDER/fork.json; None if there is none that can be read."""
+    record: Any = read_object(folder / RECORD)
+    if record is not None and record.get("format") != 1:
+        raise ConfigError(f"{folder / RECORD}: expected format 1; repeat the command of the fork with this version")
+    return record
 
 
 def arm_of(text: str, parent: DictConfig) -> Arm:
@@ -156,58 +180,85 @@ def arm_of(text: str, parent: DictConfig) -> Arm:
     return Arm(text, re.sub(r"[^A-Za-z0-9._-]+", "_", text), (keeps, *own))
 
 
-def report(folders: Sequence[Path], arms: Sequence[Arm], steps: int, early: _FirstArm | None = None) -> str:
-    """Return the table of the arms: held-out scores of the second half, and the differences from the first arm.
+def table(forks: Mapping[Path, ForkRecord]) -> str:
+    """Return the table of the arms of forks that differ in their runs only."""
+    record = next(iter(forks.values()))
+    rows = [HEADS, *(cells(forks, arm) for arm in record["arms"])]
+    return columns(rows) + footnote(record["steps"], len(forks)) + "\n"
 
-    Args:
-        early: the first arm, if others may have ended before `steps`: these are compared over the later half of the
-            validations that both have, with the wider interval of several looks.
+
+def footnote(steps: int, runs: int = 1) -> str:
+    """Return what a reader must know of the table."""
+    over = "prompts; another seed may differ more" if runs == 1 else f"{runs} runs, by Student's t"
+    return f"held-out: mean of the validations after step {steps // 2}; the interval is over {over}"
+
+
+def cells(forks: Mapping[Path, ForkRecord], arm: ForkArm) -> tuple[str, ...]:
+    """Return the row of an arm: held-out scores of the second half, and the difference from the first arm.
+
+    An arm that `--early` ended is compared over the later half of the validations that both have, with the wider
+    interval of several looks.  Raises ConfigError: no validation of the second half is one of both arms.
     """
-    rows = [("arm", "held-out", "difference", "95 %", "cost")]
-    base = [scores_of(folder / arms[0].name, steps) for folder in folders]
-    for arm in arms:
-        shown = early and early_difference(early, folders[0] / arm.name, steps)
-        if early and shown:
-            looks = len(validations_of(folders[0] / arms[0].name, 0, steps))
-            own = [later_half(list(validations_of(folders[0] / arm.name, 0, steps).values()))]
-            mean, half = shown.mean, shown.half_width(looks)
-        else:
-            own = [scores_of(folder / arm.name, steps) for folder in folders]
-            mean, half = compared(base, own)
-        level = statistics.fmean(statistics.fmean(scores.values()) for scores in own)
-        cells = (f"{mean:+.4f}", f"{mean - half:+.4f} to {mean + half:+.4f}") if arm is not arms[0] else ("", "")
-        tokens = sum(tokens_of(folder / arm.name) for folder in folders)
-        rows.append((arm.text, f"{level:.4f}", *cells, f"{tokens / 1e6:.3g} M tokens"))
-    over = "prompts; another seed may differ more" if len(folders) == 1 else f"{len(folders)} runs, by Student's t"
-    return columns(rows) + f"held-out: mean of the validations after step {steps // 2}; the interval is over {over}\n"
+    folder, record = next(iter(forks.items()))
+    if shown := early_difference(folder, record, arm["folder"]):
+        first, last = _pair(folder, record, arm["folder"])
+        own = [later_half(list(last.values()))]
+        mean, half = shown.mean, shown.half_width(len(first))
+    else:
+        halves = [_second_half(folder, one, arm["folder"]) for folder, one in forks.items()]
+        own = [half for _, half in halves]
+        mean, half = compared([base for base, _ in halves], own)
+    level = statistics.fmean(statistics.fmean(scores.values()) for scores in own)
+    shows = (f"{mean:+.4f}", f"{mean - half:+.4f} to {mean + half:+.4f}") if arm != record["arms"][0] else ("", "")
+    return arm["text"], f"{level:.4f}", *shows, cost(folder / arm["folder"] for folder in forks)
 
 
-def scores_of(run_dir: Path, steps: int) -> dict[str, float]:
-    """Return the mean score of each held-out prompt in the validations of the second half of an arm."""
-    found = list(validations_of(run_dir, steps // 2, steps).values())
-    if not found:
+def _pair(folder: Path, record: ForkRecord, name: str) -> tuple[_Validations, _Validations]:
+    """Return the validations of the first arm and of the arm in FOLDER/NAME, those of the same prompts only."""
+    first = folder / record["arms"][0]["folder"]
+    base, own = (validations_of(run_dir, 0, record["steps"]) for run_dir in (first, folder / name))
+    prompts = next(iter(base.values()), {}).keys()
+    base, own = ({step: one for step, one in found.items() if one.keys() == prompts} for found in (base, own))
+    return base, own
+
+
+def _second_half(folder: Path, record: ForkRecord, name: str) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the mean score of each prompt in two arms, over the validations of the second half that both have."""
+    pair, middle = _pair(folder, record, name), record["steps"] // 2
+    steps = [step for step in pair[0] if step in pair[1] and step > middle]
+    if not steps:
         raise ConfigError(
-            f"{run_dir}: no validation after step {steps // 2}. Fix: data.validation, or more steps (--steps)"
+            f"{folder / name}: no validation after step {middle}. Fix: data.validation, or more steps (--steps)"
         )
-    return {prompt: statistics.fmean(scores[prompt] for scores in found) for prompt in found[0]}
+    base, own = (
+        {key: statistics.fmean(found[step][key] for step in steps) for key in found[steps[0]]} for found in pair
+    )
+    return base, own
 
 
-def early_difference(first: _FirstArm, arm_dir: Path, steps: int) -> PairedDifference | None:
-    """Return the difference of an arm from the first, finished one, if its validations so far decide; else None."""
-    folder, arm, cfg = first
-    base, own = validations_of(folder / arm.name, 0, steps), validations_of(arm_dir, 0, steps)
-    found = None if folder / arm.name == arm_dir else look(base, own, cfg.trainer.resets.trial_noise)
+def early_difference(folder: Path, record: ForkRecord, name: str) -> PairedDifference | None:
+    """Return the difference of an arm from the first, finished one, if --early ends it; else None."""
+    found = None if record["early_noise"] is None else look(*_pair(folder, record, name), record["early_noise"])
     return found[0] if found and found[1] else None
 
 
+def differences(folder: Path, record: ForkRecord, name: str) -> dict[int, list[float]]:
+    """Return low end, difference and high end of the interval, by step of the validations that both arms have."""
+    (base, own), noise = _pair(folder, record, name), record["early_noise"]
+    looks = 1 if noise is None else len(base)
+    found = {step: difference(base[step], own[step], noise or 0.0) for step in base if step in own}
+    halves = {step: one.half_width(looks) for step, one in found.items()}
+    return {step: [one.mean - halves[step], one.mean, one.mean + halves[step]] for step, one in found.items()}
+
+
 @contextmanager
-def _stopped_if_decided(first: _FirstArm, arm_dir: Path, steps: int) -> Iterator[None]:
+def _stopped_if(decided: Callable[[], PairedDifference | None], arm_dir: Path) -> Iterator[None]:
     """Context manager in which an arm trains; it is asked to stop, as by `prorl control`, once it is decided."""
     ended = threading.Event()
 
     def watch() -> None:
         while not ended.wait(_LOOK_S):
-            if (shown := early_difference(first, arm_dir, steps)) is not None:
+            if (shown := decided()) is not None:
                 _log.info("decided: %+.4f +- %.4f to the first arm", shown.mean, shown.se)
                 place(arm_dir / "control", "stop")
                 return
@@ -234,7 +285,7 @@ def compared(base: Sequence[Mapping[str, float]], other: Sequence[Mapping[str, f
     return statistics.fmean(values), factor * statistics.stdev(values) / math.sqrt(len(values))
 
 
-def tokens_of(run_dir: Path) -> float:
-    """Return the number of tokens that an arm generated for training."""
-    lines = read_objects(run_dir / "metrics.jsonl")
-    return sum(float(line.get("rollout/generated_tokens") or 0.0) for line in lines)
+def cost(run_dirs: Iterable[Path]) -> str:
+    """Return in words the number of tokens that runs generated for training."""
+    lines = (line for run_dir in run_dirs for line in read_objects(run_dir / "metrics.jsonl"))
+    return f"{sum(number(line, 'rollout/generated_tokens') for line in lines) / 1e6:.3g} M tokens"

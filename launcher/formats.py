@@ -1,4 +1,4 @@
-"""Types of launches.jsonl, of chain.json, and of the event that the `on_event` command reads.
+"""Types of launches.jsonl, of chain.json, of fork.json, and of the event that the `on_event` command reads.
 
 Standard library only, Python 3.9 at least (see `slurm_driver.py`).
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypedDict
 
-from nemo_prorl.schema import Constraint, Count, Number, Time
+from nemo_prorl.schema import Amount, Constraint, Count, Number, Time
 
 Words = list[str]
 
@@ -74,6 +74,29 @@ class ChainRecord(TypedDict):
     """the last prorl launch command"""
     time: Annotated[float, Constraint(description="time of that command, seconds since 1970, UTC")]
     stages: Annotated[list[ChainEntry], Constraint(minItems=1)]
+
+
+class ForkArm(TypedDict):
+    """An arm of a fork."""
+
+    text: str
+    """the arm, as in --arms"""
+    folder: str
+    """name of its run directory beside this file"""
+
+
+class ForkRecord(TypedDict):
+    """The record of `prorl fork`, in fork.json of the folder of its arms."""
+
+    format: Literal[1]
+    checkpoint: str
+    """the checkpoint that all arms begin from"""
+    steps: Number
+    """steps of each arm"""
+    early_noise: Amount | None
+    """trainer.resets.trial_noise, by which --early decides; null: without --early"""
+    arms: Annotated[list[ForkArm], Constraint(minItems=1)]
+    """in order; the others are compared with the first"""
 
 
 HookName = Literal["alarm", "reset", "failure", "stop", "finish"]

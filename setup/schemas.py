@@ -101,6 +101,7 @@ FORMATS: dict[str, tuple[str, Any, bool]] = {
     "evaluation-published": ("published.json", evaluation.PublishedComparison, False),
     "evaluation-results": ("results.json", evaluation.EvaluationResults, False),
     "evaluation-sample": ("Line of samples/BENCHMARK.jsonl", evaluation.EvaluationSample, False),
+    "fork": ("fork.json", launcher.ForkRecord, False),
     "hook-event": ("Event passed to on_event", launcher.HookEvent, False),
     "journal-event": ("Line of journal.jsonl", any_of(JournalEvent, "An event of a run."), True),
     "launch": ("Line of launches.jsonl", any_of(LAUNCH, "A start of a run by a Slurm job, or its end."), False),

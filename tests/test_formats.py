@@ -147,8 +147,8 @@ def against(name: str, value: Any) -> list[str]:
 def test_every_format_has_a_schema_that_says_what_it_is() -> None:
     wanted = (
         "prompt-record reward-request verdict metrics journal-event summary endpoint state control-request hook-event"
-        " chain launch data-manifest evaluation-results evaluation-comparison evaluation-manifest evaluation-sample"
-        " evaluation-published trace node usage"
+        " chain fork launch data-manifest evaluation-results evaluation-comparison evaluation-manifest"
+        " evaluation-sample evaluation-published trace node usage"
     )
     assert set(SCHEMAS) == set(wanted.split())
     for name, path in SCHEMAS.items():
@@ -445,7 +445,7 @@ def test_journal_and_rollouts_fit(tmp_path: Path) -> None:
     }
     journal.append("control", 3, **answer)
     journal.append("trial", 3, arm="reset", reason="every")
-    result: Any = {"winner": "none", "difference": -0.01, "se": 0.01, "because": "no difference is shown"}
+    result: Any = {"winner": "none", "difference": -0.01, "se": 0.01, "looks": 4, "because": "no difference is shown"}
     journal.append("trial_end", 9, trial=3, tokens=100, **result)
     journal.append("finish", 4)
     assert [f for event in journal.events() for f in against("journal-event", event)] == []

@@ -25,6 +25,11 @@ class PairedDifference:
         """Return half of the width of the interval that one of `looks` looks has."""
         return statistics.NormalDist().inv_cdf(1 - LEVEL / (2 * looks)) * self.se
 
+    def text(self, looks: int = 1) -> str:
+        """Return the difference with its interval, such as `-0.0048 (-0.0243 to +0.0147)`."""
+        half = self.half_width(looks)
+        return f"{self.mean:+.4f} ({self.mean - half:+.4f} to {self.mean + half:+.4f})"
+
     def decided(self, looks: int) -> bool:
         """Return whether one of `looks` looks shows a difference."""
         return abs(self.mean) > self.half_width(looks)

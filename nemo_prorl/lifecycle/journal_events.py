@@ -127,6 +127,8 @@ class TrialResult(TypedDict):
     """held-out score with the reset minus that without it, in the later half of the validations"""
     se: Amount
     """standard error of the difference"""
+    looks: NotRequired[Number]
+    """comparisons that could decide; the interval of the difference is that of so many looks"""
     because: str
     """what decided, as text"""
 

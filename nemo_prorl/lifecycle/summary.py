@@ -171,4 +171,5 @@ def _sum(lines: Sequence[Mapping[str, Any]], key: str) -> float:
 def validations_of(run_dir: Path, after: int, last: int) -> dict[int, dict[str, float]]:
     """Return the score of each held-out prompt by step, of the steps after `after` up to `last`, oldest first."""
     files = (file for file in sorted((run_dir / "validations").glob("step-*.json")) if after < step_of(file) <= last)
-    return {step_of(file): scores for file in files if (scores := read_object(file))}
+    found = {step_of(file): read_object(file) or {} for file in files}
+    return {step: scores for step, scores in found.items() if {*map(type, scores.values())} == {float}}

@@ -148,6 +148,7 @@ class Trials:
             "winner": "reset" if decided and shown.mean > 0 else "none",
             "difference": shown.mean,
             "se": shown.se,
+            "looks": max(1, len(without)),
             "because": because,
         }
         write_json(file, result)

@@ -19,7 +19,9 @@ def add_parser(commands: Any) -> None:
     text = "write one HTML file with a run, a chain of stages, or several of them side by side; needs no network; print"
     text += " the diary of a chain"
     parser = commands.add_parser("report", help=text, description=text)
-    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run directory, or folder of a chain")
+    parser.add_argument(
+        "runs", metavar="RUN", nargs="+", type=Path, help="run directory, or folder of a chain or of a fork"
+    )
     where = "file to write; default: report.html in the run directory, for several runs in this folder"
     parser.add_argument("--out", metavar="FILE", type=Path, help=where)
     parser.add_argument(

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_prorl.report import evaluation, samples, series, tables
+from nemo_prorl.report.arms import arms
 from nemo_prorl.report.diary import diary
 from nemo_prorl.report.forecast import forecast, text_of
 from nemo_prorl.report.outcome import outcome
@@ -36,6 +37,7 @@ def page_data(folders: list[Path], evaluations: list[Path], limit: int) -> dict[
         "curves": [_curve(curve, points, share) for curve in curves],
         "differences": tables.differences(curves) if len(curves) > 1 else [],
         "evaluations": tables_of_evaluation,
+        "fork": arms(folders, curves),
     }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from nemo_prorl.lifecycle.stages import begun_from, end_in_words
 from nemo_prorl.report.read import Curve, RunRecord, number, part_of
-from nemo_prorl.report.tables import changes_between
+from nemo_prorl.report.tables import changes_between, trial_outcome
 
 _ENDS = 10  # steps at the begin and at the end of a stage, of which the diary has the mean
 _ALARMS = 12  # alarms of a stage, one by one
@@ -52,6 +52,7 @@ def _rows(run: RunRecord, before: RunRecord | None, runs: tuple[RunRecord, ...])
     rows += [[title, text] for key, title, form in _SIGNALS if (text := _signal(run, key, form))]
     resets = run.counted("reset_commit")
     rows += [["hard reset", f"after step {one['step']}: {_short(one.get('reason'))}{_back(one)}"] for one in resets]
+    rows += [["trial", _short(trial_outcome(one))] for one in run.counted("trial_end")]
     alarms = run.counted("alarm")
     rows += [["alarm", f"step {one['step']}: {_short(one.get('what'))}"] for one in alarms[:_ALARMS]]
     if len(alarms) > _ALARMS:

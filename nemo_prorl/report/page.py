@@ -22,6 +22,7 @@ _SCRIPTS = (
     "probe.js",
     "second.js",
     "outcome.js",
+    "fork.js",
     "main.js",
 )
 _TELLING = ("reward/all", "validation/all", "kl", "entropy", "rollout/response_tokens", "keep_rate/all", "time/step")

@@ -16,6 +16,7 @@ import yaml
 
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.files import first_line
+from nemo_prorl.launcher.fork import read_fork
 from nemo_prorl.lifecycle.journal_events import standing
 from nemo_prorl.lifecycle.stages import last_end
 
@@ -123,8 +124,20 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name) if part]
 
 
+def with_arms(folders: list[Path]) -> list[Path]:
+    """Return RUN arguments, with the arms that have begun in place of a fork's folder."""
+    found: list[Path] = []
+    for folder in folders:
+        record = None if is_run(folder) else read_fork(folder)
+        found += [arm for one in record["arms"] if is_run(arm := folder / one["folder"])] if record else [folder]
+    if not found:
+        raise ConfigError(f"{folders[0]}: no arm of this fork has begun. Fix: repeat prorl report later")
+    return found
+
+
 def read_curves(folders: list[Path]) -> list[Curve]:
     """Return a curve for each RUN argument.  Raises ConfigError for a folder that is not a run."""
+    folders = with_arms(folders)
     curves, names = [], _short_names(folders)
     for folder, name in zip(folders, names, strict=True):
         found, is_chain = run_folders(folder)

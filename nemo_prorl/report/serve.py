@@ -29,7 +29,7 @@ from starlette.routing import Route
 from nemo_prorl.errors import ConfigError, ProrlError
 from nemo_prorl.report.data import page_data
 from nemo_prorl.report.page import page
-from nemo_prorl.report.read import run_folders
+from nemo_prorl.report.read import run_folders, with_arms
 
 _log = logging.getLogger(__name__)
 
@@ -75,10 +75,10 @@ class PageSource:
 
     def _files(self) -> Iterator[tuple[str, int, int]]:
         """Yield (path, time of last change, size) of each file that the data comes from, to notice changed files."""
-        folders = [folder for argument in self._runs for folder in run_folders(argument)[0]]
+        folders = [folder for argument in with_arms(self._runs) for folder in run_folders(argument)[0]]
         names = ["config.yaml", "metrics.jsonl", "journal.jsonl", "launches.jsonl", "summary.json"]
-        names += ["rollouts", "disagreements", "probe/probe.json"]
-        paths = [folder / name for folder in folders for name in names]
+        names += ["rollouts", "disagreements", "probe/probe.json", "validations"]
+        paths = [folder / name for folder in folders for name in names] + [run / "fork.json" for run in self._runs]
         paths += [file for folder in folders for file in sorted(folder.glob("evaluations/*/results.json"))]
         paths += [folder / name for folder in self._evaluations for name in ("results.json", "comparison.json")]
         for path in paths:

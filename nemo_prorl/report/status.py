@@ -9,16 +9,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+from nemo_prorl.algorithms.paired import look
 from nemo_prorl.errors import ConfigError, UnfitMachine
 from nemo_prorl.files import shortened
 from nemo_prorl.launcher.chain_slurm import JobState, job_states, read_record
 from nemo_prorl.launcher.formats import ChainEntry, ChainRecord
 from nemo_prorl.lifecycle.bottleneck import bottleneck
 from nemo_prorl.lifecycle.control import is_locked
-from nemo_prorl.lifecycle.retention import complete
+from nemo_prorl.lifecycle.retention import complete, newest_state, step_folder
 from nemo_prorl.lifecycle.stages import begun_from, end_in_words, stop_requested
+from nemo_prorl.lifecycle.summary import validations_of
 from nemo_prorl.planning.columns import columns
-from nemo_prorl.report.read import RunRecord, is_run, number, read_run, runs_inside
+from nemo_prorl.report.read import RunRecord, is_run, number, part_of, read_run, runs_inside
 
 _log = logging.getLogger(__name__)
 
@@ -78,6 +80,7 @@ def run_state(run_dir: Path) -> dict[str, Any]:
         "from": begun_from(run.events),
         "ended": "running" if state == "running" else _ended(run),
         "checkpoint": checkpoints[-1].name if checkpoints else None,
+        "trial": _trial(run),
         "heldout": {key: heldout[key] for key in ("before", "after")} if heldout else None,
         "metrics": run.metrics[-1] if run.metrics else {},
         "bottleneck": bottleneck(run.metrics[-_RECENT:]),
@@ -85,6 +88,20 @@ def run_state(run_dir: Path) -> dict[str, Any]:
         "alarm": next((event for event in reversed(run.events) if event["event"] == "alarm"), None),
         **_launches(run),
     }
+
+
+def _trial(run: RunRecord) -> str | None:
+    """Return in words the trial of a hard reset that a run is in; None if it is in none."""
+    trial = part_of(part_of(newest_state(run.folder), "resets"), "trial")
+    if trial.get("arm", "over") == "over":
+        return None
+    begun, last = trial["step"], trial["step"] + trial["steps"]
+    text = f"of a hard reset after step {begun} ({trial['reason']}): arm {trial['arm']}, up to step {last}"
+    if trial["arm"] == "none":
+        return text
+    without = validations_of(step_folder(run.folder / "trials", begun) / "none", begun, last)
+    found = look(without, validations_of(run.folder, begun, last), run.setting("trainer.resets.trial_noise"))
+    return f"{text}; {f'with the reset at the last look {found[0].text(len(without))}' if found else 'no look so far'}"
 
 
 def _ended(run: RunRecord) -> str:
@@ -175,6 +192,8 @@ def _run_table(run: dict[str, Any]) -> str:
         "step": _step(run),
         "last checkpoint": run["checkpoint"] or "none",
     }
+    if run["trial"]:
+        rows["trial"] = run["trial"]
     if launch := run["launch"]:
         times = "once" if launch["restart"] == 1 else f"{launch['restart']} times"
         rows["job"] = f"{launch['job']}{f', requeued {times}' if launch['restart'] else ''}"

@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
+from nemo_prorl.algorithms.paired import PairedDifference
 from nemo_prorl.config_changes import leaves
 from nemo_prorl.files import shortened
 from nemo_prorl.lifecycle.bottleneck import bottleneck
@@ -185,6 +186,8 @@ def _event(run: RunRecord, offset: int, event: dict[str, Any]) -> dict[str, Any]
         mean, error = (number(part_of(event, "all").get(key)) for key in ("mean", "se"))
         what = f"held-out mean {mean:.4f}" if mean is not None else "no mean"
         what += f" ± {error:.4f}" if error is not None else ""
+    elif event["event"] == "trial_end":
+        what = trial_outcome(event)
     else:
         rest = {key: value for key, value in event.items() if key not in _COMMON and not key.endswith("sha256")}
         what = "; ".join(f"{key}: {v if isinstance(v, str) else json.dumps(v)}" for key, v in rest.items())
@@ -197,6 +200,15 @@ def _event(run: RunRecord, offset: int, event: dict[str, Any]) -> dict[str, Any]
         "event": event["event"][:40],
         "what": what[:_TEXT],
     }
+
+
+def trial_outcome(end: dict[str, Any]) -> str:
+    """Return in words how a trial of a hard reset ended, from its line `trial_end`."""
+    mean, se, looks = (number(end.get(key)) or 0.0 for key in ("difference", "se", "looks"))
+    shown = (
+        f"with the reset {PairedDifference(mean, se).text(min(max(1, int(looks)), 10**6))} held out; " if se > 0 else ""
+    )
+    return f"trial after step {end.get('trial')}: the arm {end.get('winner')} wins; {shown}{end.get('because')}"
 
 
 def _launches(run: RunRecord) -> list[dict[str, Any]]:

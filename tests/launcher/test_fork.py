@@ -14,9 +14,11 @@ from nemo_prorl import cli, settings
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.files import write_json
 from nemo_prorl.launcher import fork, one_node
-from nemo_prorl.launcher.fork import arm_of, compared, report
+from nemo_prorl.launcher.fork import arm_of, compared, table
+from nemo_prorl.launcher.formats import ForkRecord
 from nemo_prorl.lifecycle.ledger import read_ledger
 from nemo_prorl.lifecycle.ledger_diff import parting
+from tests.test_formats import against
 
 
 def test_the_arms_that_have_names_and_those_of_overrides() -> None:
@@ -62,18 +64,25 @@ def validated(folder: Path, scores: dict[int, dict[str, float]], tokens: float) 
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "rollout/generated_tokens": tokens}) + "\n")
 
 
+def fork_record(steps: int, noise: float | None = None, arms: tuple[str, ...] = ("none", "reset")) -> ForkRecord:
+    """What `prorl fork` writes into fork.json."""
+    own: Any = [{"text": arm, "folder": arm} for arm in arms]
+    return {"format": 1, "checkpoint": "run/checkpoints/step-4", "steps": steps, "early_noise": noise, "arms": own}
+
+
 def test_the_table_is_of_the_second_half(tmp_path: Path) -> None:
     early, late = {"a": 0.0, "b": 0.0}, {"a": 0.25, "b": 0.75}
     validated(tmp_path / "none", {5: early, 10: late}, 2e6)
     validated(tmp_path / "reset", {5: early, 10: {"a": 0.5, "b": 1.0}}, 3e6)
-    parent = settings.load([])
-    arms = [arm_of(text, parent) for text in ("none", "reset")]
-    lines = report([tmp_path], arms, 10).splitlines()
+    lines = table({tmp_path: fork_record(10)}).splitlines()
     assert lines[1].split() == ["none", "0.5000", "2", "M", "tokens"]
     assert lines[2].split()[:6] == ["reset", "0.7500", "+0.2500", "+0.2500", "to", "+0.2500"]
     assert lines[3].startswith("held-out: mean of the validations after step 5; the interval is over prompts")
     with pytest.raises(ConfigError, match=r"none: no validation after step 10. Fix: data.validation, or more steps"):
-        report([tmp_path], arms, 20)
+        table({tmp_path: fork_record(20)})
+    validated(tmp_path / "other", {10: {"a": 0.5, "c": 1.0}}, 3e6)  # other prompts
+    with pytest.raises(ConfigError, match=r"other: no validation after step 5. Fix: data.validation"):
+        table({tmp_path: fork_record(10, arms=("none", "other"))})
 
 
 def test_finished_arms_are_compared_and_nothing_is_started(
@@ -99,6 +108,9 @@ def test_finished_arms_are_compared_and_nothing_is_started(
     assert capsys.readouterr().out.splitlines()[2].split()[:3] == ["reset", "0.5000", "+0.2500"]
     with pytest.raises(AssertionError, match="an arm was started"):
         cli.main(["fork", str(tmp_path), "--steps", "11"])
+    written = json.loads((tmp_path / "forks" / "4" / "fork.json").read_text())  # before the first arm
+    assert written == fork_record(11) | {"checkpoint": str(tmp_path / "checkpoints" / "step-000004")}
+    assert against("fork", written) == []
     capsys.readouterr()
     assert cli.main(["fork", str(tmp_path), "--steps", "11", "--arms", "none", "no.key=1", "--dry-run"]) == 2
     assert capsys.readouterr().out == ""  # no command before the refusal
@@ -140,9 +152,13 @@ def test_an_arm_that_is_decided_is_stopped_and_not_continued(
         assert lines[2][:3] == ["reset", lines[2][1], "+0.4000"]
         assert lines[3][2] == "+0.0000"
     assert started == ["none", "reset", "model.optim.lr_1e-4"]
-    noisy = settings.load(["trainer.resets.trial_noise=0.3"])  # beside which 0.4 decides nothing
-    first = (tmp_path / "forks" / "4", fork.arm_of("none", noisy), noisy)
-    assert fork.early_difference(first, tmp_path / "forks" / "4" / "reset", steps) is None
+    folder = tmp_path / "forks" / "4"
+    record = fork.read_fork(folder)
+    assert record is not None
+    assert record["early_noise"] == 0.005
+    assert fork.early_difference(folder, record, "reset") is not None
+    record["early_noise"] = 0.3  # beside which 0.4 decides nothing
+    assert fork.early_difference(folder, record, "reset") is None
     assert len(list((tmp_path / "forks" / "4" / "reset" / "validations").iterdir())) < steps
 
 

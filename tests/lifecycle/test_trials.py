@@ -1,6 +1,7 @@
 """Trials of hard resets: the run equals one that had known the answer, also if it is killed anywhere in a trial."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from nemo_prorl.lifecycle import trials
 from nemo_prorl.lifecycle.ledger import read_ledger
 from nemo_prorl.lifecycle.retention import complete, step_folder
 from nemo_prorl.lifecycle.run_records import Journal
+from nemo_prorl.report import status
 from nemo_prorl.trainer import Trainer
 from tests.lifecycle.faults import Killed, killed_at
 from tests.lifecycle.small_run import SmallRun, config
@@ -119,6 +121,7 @@ def test_the_held_out_prompts_decide(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (end,) = run.events("trial_end")
     assert (end["winner"], end["because"]) == ("reset", "decided after 1 steps")
     assert 0 < end["se"] < end["difference"]
+    assert end["looks"] == LENGTH
     lost = run.folder / "trials" / f"step-{BEGIN:06d}" / "none" / "metrics.jsonl"
     assert lost.read_text().count("\n") == LENGTH
     assert end["tokens"] > 0
@@ -131,6 +134,19 @@ def _score_by(run: SmallRun, trainer: Trainer, score: Any) -> Any:
         return await score(request, deadline)
 
     return scored
+
+
+@pytest.mark.parametrize(("kill", "arm"), [("trial:records", "none"), ("reset:committed", "reset"), (None, None)])
+def test_the_status_names_the_arm(
+    kill: str | None, arm: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_in(tmp_path)
+    with killed_at(kill, monkeypatch) if kill else nullcontext(), pytest.raises(Killed) if kill else nullcontext():
+        go(run, monkeypatch)
+    (run.folder / "config.yaml").write_text("trainer: {}")
+    told = status.run_state(run.folder)["trial"]
+    begin = f"of a hard reset after step {BEGIN} (at_steps): arm {arm}, up to step {BEGIN + LENGTH}"
+    assert told == arm if arm is None else str(told).startswith(begin)
 
 
 def test_trials_keep_their_distance_and_need_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,3 +205,18 @@ def make_spoilt(chain: Path, seed: int) -> Path:
         value = yaml.safe_load(path.read_text())
         path.write_text(json.dumps(spoilt(value, draw, 0.15)))
     return chain
+
+
+def make_fork(folder: Path, gains: dict[str, float], noise: float | None = None, prompts: int = 40) -> Path:
+    """The finished arms of a fork, and what each scores more than the first on held-out prompts, by its folder."""
+    for arm, gain in gains.items():
+        make_run(folder / arm)
+        (folder / arm / "validations").mkdir()
+        for step in (3, 6, 9, 12):
+            draw = random.Random(step)
+            scores = {str(k): 0.3 + 0.01 * k + gain * (1 + draw.uniform(-0.1, 0.1)) for k in range(prompts)}
+            (folder / arm / "validations" / f"step-{step:06d}.json").write_text(json.dumps(scores))
+    record = {"format": 1, "checkpoint": "run/checkpoints/step-000100", "steps": 12, "early_noise": noise}
+    record |= {"arms": [{"text": arm.replace("_", " "), "folder": arm} for arm in gains]}
+    (folder / "fork.json").write_text(json.dumps(record))
+    return folder

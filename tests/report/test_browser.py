@@ -19,6 +19,7 @@ from tests.report.made import (
     evaluation,
     journal,
     made_evaluations,
+    make_fork,
     make_hostile,
     make_run,
     make_spoilt,
@@ -415,3 +416,25 @@ def test_the_probe_is_a_table_with_samples(chromium: Browser, tmp_path: Path) ->
     chromium.visit(write(folder), look)
     (folder / "probe" / "probe.json").unlink()
     chromium.visit(write(folder), without)
+
+
+def test_the_arms_of_a_fork_are_compared(chromium: Browser, tmp_path: Path) -> None:
+    async def look(page: Page) -> None:
+        await quiet(page)
+        shown = await text(page, "#fork")
+        assert "another seed may differ more" in shown
+        assert "step 12 of 12" in shown
+        assert await text(page, "#fork tbody tr:nth-child(2) td:nth-child(3)") == "+0.1979"
+        await page.until("document.querySelector('#chart-fork canvas') !== null")
+        assert await colours(page, "#chart-fork") == {"c0", "c1"}
+        assert await colours(page, "#chart-fork", 0.2) == {"c1"}  # the first arm has no band
+        assert "Band: 95 % interval" in await text(page, "#chart-fork > .note")
+        assert await text(page, "#chart-fork .legend li:nth-child(2) button span") == "model.optim.lr=1 x=2"
+
+    async def without(page: Page) -> None:
+        assert await page.evaluate("document.getElementById('fork').hidden") is True
+        await quiet(page)
+
+    folder = make_fork(tmp_path / "fork", {"none": 0.0, "model.optim.lr=1_x=2": 0.2})
+    chromium.visit(write(folder), look)
+    chromium.visit(write(folder / "none"), without)

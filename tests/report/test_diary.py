@@ -8,6 +8,7 @@ import pytest
 from nemo_prorl import cli
 from nemo_prorl.report.diary import diary, diary_text
 from nemo_prorl.report.read import read_curves
+from nemo_prorl.report.tables import events
 from tests.report.made import make_run, make_spoilt
 
 
@@ -60,6 +61,25 @@ def test_alarms_are_listed_up_to_a_number(chain: Path) -> None:
     assert alarms[:2] == ["step 6: engine gap 0.2 is beyond 0.05", "step 7: length: 7"]
     assert alarms[-1] == "5 more, in journal.jsonl"
     assert len(alarms) == 13
+
+
+def test_trials_of_resets_say_what_they_showed(chain: Path) -> None:
+    """The interval is that of the looks that could decide; in a report of one run it is among the events."""
+    trial = {"event": "trial_end", "step": 9, "time": 2.0, "trial": 5, "winner": "none", "tokens": 100}
+    ends = [
+        trial | {"difference": -0.0048, "se": 0.01, "looks": 4, "because": "no difference is shown"},
+        trial | {"difference": 0.0, "se": 0.0, "because": "a reset was requested"},
+    ]
+    with (chain / "run1" / "journal.jsonl").open("a") as file:
+        file.writelines(json.dumps(end) + "\n" for end in ends)
+    told = [
+        "trial after step 5: the arm none wins; with the reset -0.0048 (-0.0298 to +0.0202) held out; no difference is"
+        " shown",
+        "trial after step 5: the arm none wins; a reset was requested",
+    ]
+    assert [text for title, text in rows_of(chain)[0] if title == "trial"] == told
+    [curve] = read_curves([chain / "run1"])
+    assert [row["what"] for row in events(curve)["rows"] if row["event"] == "trial_end"] == told
 
 
 def test_the_command_prints_it_for_a_chain_only(chain: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,6 +62,33 @@ def test_the_status_of_a_fork_s_folder_has_all_arms(tmp_path: Path) -> None:
         read.read_curves([tmp_path])
 
 
+def test_the_status_of_a_run_says_that_it_is_in_a_trial(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", 12, {"trainer": {"resets": {"trial_noise": 0.003}}})
+
+    def told(arm: str) -> str | None:
+        state = folder / "checkpoints" / "step-000006" / "state.json"
+        state.parent.mkdir(parents=True, exist_ok=True)
+        trial = {"step": 6, "reason": "every", "steps": 8, "arm": arm}
+        state.write_text(json.dumps({"format": 5, "resets": {"trial": trial}}))
+        rows = [line.split(maxsplit=1) for line in status.status(folder).splitlines()]
+        return next((text for name, text in rows if name == "trial"), None)
+
+    assert told("over") is None
+    text = "of a hard reset after step 6 (every): arm {}, up to step 14"
+    assert told("none") == text.format("none")
+    assert told("reset") == text.format("reset") + "; no look so far"
+    for arm, gain in ((folder / "trials" / "step-000006" / "none", 0.0), (folder, 0.1)):
+        (arm / "validations").mkdir(parents=True)
+        for step in (4, 8, 12, 14)[: 4 if gain == 0 else 3]:  # the run had a validation before the trial
+            scores = {"a": 0.2 + gain, "b": 0.3 + gain + (0.02 if gain else 0.0)}
+            (arm / "validations" / f"step-{step:06d}.json").write_text(json.dumps(scores))
+    half = 2.394 * math.hypot(0.01, 0.003)  # of three looks
+    assert told("reset") == (
+        f"{text.format('reset')}; with the reset at the last look +0.1100 ({0.11 - half:+.4f} to {0.11 + half:+.4f})"
+    )
+    assert json.loads(status.status(folder, as_json=True))["trial"] == told("reset")
+
+
 def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
     folders = [make_run(tmp_path / part / "laptop", 1) for part in ("a", "b")]
     assert [curve.name for curve in read.read_curves(folders)] == ["a/laptop", "b/laptop"]

@@ -39,6 +39,8 @@ class Report {
 
   build() {
     this.section("outcome", "Outcome", "", this.outcome = el("div"));
+    this.forkChart = new Chart(FORK);
+    this.forked = this.section("fork", "Fork", "", this.arms = el("div"), this.forkChart.node);
     this.charts("overview", "Curves", "Solid grey lines: a stage begins. Dashed lines with a flag: a hard reset of reference policy and optimizer.", OVERVIEW);
     this.buildComparison();
     this.facts = el("div");
@@ -95,6 +97,7 @@ class Report {
     const steps = data.curves.reduce((sum, curve) => sum + curve.steps, 0);
     document.getElementById("about").textContent = `${data.curves.length === 1 ? "" : `${data.curves.length} runs, `}${steps.toLocaleString("en")} steps. Read ${clock(data.made)}. ${this.problems()}`;
     this.showFacts();
+    this.showFork();
     this.showComparison();
     this.showEvaluations();
     this.show();
@@ -166,6 +169,14 @@ class Report {
     const { diary } = this.curve;
     this.diarySection.hidden = !diary.length;
     this.diary.replaceChildren(...diary.map(({ stage, rows }) => table(stage, ["what", "in this stage"], rows.map(([title, text]) => [{ text: title, head: true }, { text, wrap: true }]))));
+  }
+
+  showFork() {
+    const { fork } = this.data;
+    this.forked.hidden = !fork;
+    if (!fork) return;
+    this.arms.replaceChildren(forkTable(fork), el("p", { class: "note" }, fork.note));
+    this.forkChart.update({ series: forkLines(fork), marks: [], bucket: 1, band: "Band: 95 % interval over prompts; with --early that of several looks." });
   }
 
   showComparison() {

@@ -194,12 +194,15 @@ def no_template(need: str) -> str:
 
 
 def syntax_fault(folder: Path) -> str | None:
-    """Return that a folder's chat template is not Jinja."""
+    """Return that a folder's chat template is not Jinja; None, too, where jinja2 is not installed."""
     if (template := chat_template(folder)) is None:
         return None
-    from jinja2 import TemplateSyntaxError
-    from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    try:
+        from jinja2 import TemplateSyntaxError
+        from jinja2.ext import loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError:  # the package installed without what trains
+        return None
 
     try:  # transformers' environment; its tag `generation` stands in templates for training
         ImmutableSandboxedEnvironment(extensions=[loopcontrols]).parse(template)

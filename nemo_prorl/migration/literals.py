@@ -168,6 +168,8 @@ class Fold(ast.NodeTransformer):
         return _literal(self._known[node.id], node) if node.id in self._known else node
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        if ast.unparse(node) in ("torch.bfloat16", "torch.float16", "torch.float32"):
+            return ast.Constant(node.attr)
         options = self._options.get(ast.unparse(node.value), {})
         return _literal(options[node.attr], node) if node.attr in options else node
 
@@ -279,6 +281,30 @@ def _pretrained(node: ast.Call) -> ast.expr | None:
     if "Peft" in kind or not ("Model" in kind or kind.endswith(("ForCausalLM", "ForConditionalGeneration"))):
         return None
     return next(iter([*node.args, *(one.value for one in node.keywords if one.arg in _MODEL_NAMES)]), None)
+
+
+def dtype_and_bits(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+    """Yield (setting of TRL, value) of what `from_pretrained` says of the numbers of a language model's weights."""
+    if (
+        not isinstance(node, ast.Call) or _pretrained(node) is None or "Classification" in ast.unparse(node.func)
+    ):  # which rewards have
+        return
+    for one in node.keywords:
+        if one.arg in ("dtype", "torch_dtype"):
+            yield "model_init_kwargs.dtype", one.value
+        elif one.arg in ("load_in_4bit", "load_in_8bit", "quantization_config"):
+            yield one.arg, one.value
+
+
+def is_freezing(node: ast.AST) -> bool:
+    """Return whether a statement may freeze weights: it sets `requires_grad`, and not to True."""
+    match node:
+        case ast.Assign([ast.Attribute(attr="requires_grad")], value):
+            return not (isinstance(value, ast.Constant) and value.value is True)
+        case ast.Call(ast.Attribute(attr="requires_grad_"), args, keywords):
+            given = [*args, *(one.value for one in keywords)]
+            return any(not isinstance(one, ast.Constant) or one.value is False for one in given)
+    return False
 
 
 def _is_adapted(node: ast.Assign) -> bool:

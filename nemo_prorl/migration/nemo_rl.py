@@ -77,10 +77,8 @@ def nemo_rl(made: Converted) -> None:
 
 
 def _nemo_rl_precision(made: Converted, precision: Any) -> None:
-    if precision == "bfloat16":
-        set_bf16(made)
-    elif precision == "float32":
-        made.overrides |= {"trainer.precision": 32, "model.megatron_amp_O2": False}
+    if precision in ("bfloat16", "float32"):
+        set_bf16(made, precision == "bfloat16")
     elif precision is not None:
         made.unknown["trainer.precision"] = f"policy.precision={precision}: it is bf16 or 32 here"
 

@@ -1,17 +1,22 @@
 """Reads the settings of a Python script with a GRPOConfig: evaluates what follows from the file, and runs nothing."""
 
 import ast
+import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from typing import Any
 
+from nemo_prorl.errors import ConfigError
 from nemo_prorl.migration.literals import (
     ARITHMETIC,
     Fold,
     Options,
     bound_names,
+    dtype_and_bits,
     in_order,
+    is_freezing,
     is_parsing,
     last_name,
     parsed_classes,
@@ -24,6 +29,7 @@ _POSITIONS = {
     _CONFIG: ["output_dir"],
     _TRAINER: ["model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class"],
 }
+_OTHER = re.compile(r"(?!(GRPO|Model|Dataset|DatasetMixture|Merge)(Config|Trainer))\w+(Config|Trainer)")  # of TRL
 _BRANCHES = (ast.If, ast.For, ast.While, ast.Try, ast.IfExp, ast.Match)
 
 
@@ -58,9 +64,12 @@ class _Script:
             alias.asname: alias.name for node in self.nodes if isinstance(node, ast.ImportFrom) for alias in node.names
         }
         self.renamed = {new: old for new, old in names.items() if new is not None}
+        self.others = self._others()
         self.configs = self._configs()
         self.trainers = {name for name, value in self._bindings() if self._kind(value) == _TRAINER}
         self.configs |= {f"{name}.args" for name in self.trainers}
+        makers = [node for node in self.nodes if isinstance(node, ast.Call) and self._kind(node) == _TRAINER]
+        self.made = {id(self._scope(node)): node.end_lineno or 0 for node in makers}
 
     @property
     def is_parsed(self) -> bool:
@@ -86,7 +95,40 @@ class _Script:
             parts = {f"{key}.{name}": one for name, one in value.items()} if isinstance(value, dict) else None
             yield from (parts or {key: value}).items()
 
+    def _others(self) -> list[str]:
+        """Return the classes of TRL's other trainers that the script uses."""
+        imports = [node for node in self.nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+        of_trl = {
+            (alias.asname or alias.name).partition(".")[0]: alias.name
+            for node in imports
+            for alias in node.names
+            if (getattr(node, "module", None) or alias.name).partition(".")[0] == "trl"
+        }
+        used = [ast.unparse(node.func) for node in self.nodes if isinstance(node, ast.Call)]
+        used += [ast.unparse(base) for one in self.classes.values() for base in one.bases]
+        used += [name for names in parsed_classes(self.nodes) for name in names]
+        found = [of_trl.get(name, name).rsplit(".", 1)[-1] for name in used if name.partition(".")[0] in of_trl]
+        return [name for name in dict.fromkeys(found) if _OTHER.fullmatch(name)]
+
+    def _of_classes(self) -> Iterator[tuple[str, Any]]:
+        """Yield what is unread because of its class; raises ConfigError if the file trains with other classes only."""
+        calls = [node for node in self.nodes if isinstance(node, ast.Call)]
+        if self.others and not self._parsed_classes() and not any(map(self._kind, calls)):
+            cure = "; set its numbers yourself, with trainer.grpo.advantage=leave_one_out"
+            cure = cure if self.others[0].startswith("RLOO") else ""
+            raise ConfigError(f"expected a {_CONFIG} of TRL; got {self.others[0]}, which is not converted{cure}")
+        for name in self.others:
+            yield f"{UNREAD}{name}", f"this trainer is used, too: only {_CONFIG} and {_TRAINER} are read"
+        for name in dict.fromkeys(self.renamed.get(last_name(node), last_name(node)) for node in calls):
+            if name not in (*self.classes, _CONFIG, _TRAINER) and self._kind_of_class(name):
+                yield f"{UNREAD}class {name}", "another file has it: what it changes was not read"
+
     def _unread(self) -> Iterator[tuple[str, Any]]:
+        yield from self._of_classes()
+        for node in self.nodes:
+            if is_freezing(node):
+                yield f"{UNREAD}{ast.unparse(node)}", "all weights are trained here; it may freeze some"
+            yield from ((key, self.fold.get(value)) for key, value in dtype_and_bits(node))
         for name, own in self.classes.items():
             methods = [one.name for one in own.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
             if self._kind_of_class(name) and methods:
@@ -107,6 +149,8 @@ class _Script:
     def _kind_of_class(self, name: str) -> str | None:
         """Return whether a class is a configuration or a trainer, by its name or, if the file has it, by its base."""
         name = self.renamed.get(name, name)
+        if name in self.others:
+            return None
         bases = (
             [ast.unparse(base).rsplit(".", 1)[-1] for base in self.classes[name].bases] if name in self.classes else []
         )
@@ -195,12 +239,24 @@ class _Script:
         changes = self._of_call(node) if isinstance(node, ast.Call) else self._of_assignment(node, found)
         for key, value in changes:
             before = found.get(key, "the default")
-            known = key.startswith(UNREAD) or self._is_certain(node) or value == before
-            yield key, value if known else Expression(f"{before} or {value}")
+            is_late = getattr(node, "lineno", 0) > self.made.get(id(self._scope(node)), math.inf)
+            known = key.startswith(UNREAD) or (self._is_certain(node) and not is_late) or value == before
+            late = " (set after the trainer was made, which copied it)" if is_late else ""
+            yield key, value if known else Expression(f"{before} or {value}{late}")
+
+    def _scope(self, node: ast.AST) -> ast.AST | None:
+        """Return the function around a node; None if there is none."""
+        while (parent := self.parents.get(id(node))) is not None:
+            node = parent
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                return node
+        return None
 
     def _is_of_trainer(self, target: ast.Attribute) -> bool:
-        """Return whether an attribute belongs to a trainer, and is no setting."""
-        return target.attr not in _settings_of_trl() and ast.unparse(target.value) in self.trainers
+        """Return whether an attribute belongs to a trainer or its class, and is no setting."""
+        base = ast.unparse(target.value)
+        is_class = self._kind_of_class(base.rsplit(".", 1)[-1]) == _TRAINER
+        return is_class or (target.attr not in _settings_of_trl() and base in self.trainers)
 
     def _is_dictionary(self, node: ast.expr) -> bool:
         """Return whether an expression is the dictionary of a configuration's attributes."""
@@ -238,6 +294,8 @@ class _Script:
                     yield f"{UNREAD}{ast.unparse(node)}", "which settings it sets is unknown"
                 else:
                     yield key, self.fold.get(value)
+            case ast.Call(ast.Name("setattr"), [base, *_]) if self._kind_of_class(ast.unparse(base)) == _TRAINER:
+                yield f"{UNREAD}{ast.unparse(node)}", "this attribute of the trainer may change the algorithm"
             case ast.Call() if self._replaced(node, self.configs):
                 for one in node.keywords:
                     yield one.arg or f"{UNREAD}**{ast.unparse(one.value)}", self.fold.get(one.value)

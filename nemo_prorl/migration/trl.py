@@ -76,8 +76,10 @@ def trl(made: Converted) -> None:
     _trl_validation(made)
     _trl_engine(made)
     _trl_entropy(made)
-    if take("bf16"):
-        set_bf16(made)
+    if "trainer.precision" not in made.unknown:  # without bf16 and fp16 the numbers have 32 bits (base_config.py:128)
+        set_bf16(made, take("bf16") is not False or made.rest.get("fp16") is True)
+    if str(made.rest.get("quantization_config")).startswith("get_quantization_config("):
+        del made.rest["quantization_config"]  # load_in_4bit and load_in_8bit decide
     if (lora := take("peft_config")) is not None:
         made.unknown[f"peft_config={lora}"] = "all weights are trained here"
     if (more := take("**")) is not None:

@@ -33,6 +33,9 @@ def read(path: Path) -> dict[str, Any]:
         else:
             text = path.read_text(encoding="utf-8")
             found = dict(of_python(text)) if path.suffix == ".py" else _of_script(text, path.parent)
+        if isinstance(name := found.get("deepspeed"), str) and (beside := _Files({}, path.parent).path(name)):
+            found |= dict(_leaves({"deepspeed": _tree(beside)}))
+            del found["deepspeed"]
     except RecursionError as error:
         raise ConfigError(f"{path}: cannot be read: its {BASE} lead back to itself") from error
     except ConfigError as error:

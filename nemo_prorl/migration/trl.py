@@ -95,6 +95,11 @@ def _trl_optimizer(made: Converted) -> None:
         if (own := made.take(key)) is not None:
             why = f"{key}={own}: the script's own optimizer and schedule decide it"
             made.unknown |= dict.fromkeys(_OF_OPTIMIZER, why)
+    clip, of_trl = made.take("deepspeed.gradient_clipping", "auto"), made.overrides.get(_CLIP)
+    if clip not in ("auto", of_trl):
+        made.unknown[_CLIP] = (
+            f"deepspeed.gradient_clipping={clip}, max_grad_norm={of_trl}: transformers wants them equal"
+        )
     if _FEWER_BITS.fullmatch(str(made.rest.get("optim"))):
         made.differs.append(f"optim={made.take('optim')}: AdamW's moments have fewer bits there")
 

@@ -117,10 +117,8 @@ def _nemo_rl_kl(made: Converted) -> None:
         bounds = [f"kl_input_clamp_value={low}"] if low is not None and (estimator != "k3" or low < 20) else []
         bounds += [f"kl_output_clamp_value={high}"] if high is not None else []
         if bounds:
-            text = (
-                f"{', '.join(bounds)}: a token whose KL term is above has no gradient of it there; here, of k3, that of"
-            )
-            made.differs.append(f"{text} a log-ratio above 20")
+            text = f"{', '.join(bounds)}: a token beyond has no gradient of the KL there; here k3 has none above a"
+            made.differs.append(f"{text} log-ratio of 20")
         made.differs.append(
             "reference_policy_kl_penalty: the gradient of the KL term also weighs tokens by their probability there"
             " (arXiv 2506.09477)"

@@ -92,8 +92,7 @@ class _Script:
             for key, value in self._of_statement(node, found):
                 found[key] = value
         for key, value in found.items():  # a mapping is a section, as in YAML
-            parts = {f"{key}.{name}": one for name, one in value.items()} if isinstance(value, dict) else None
-            yield from (parts or {key: value}).items()
+            yield from _leaves(key, value)
 
     def _others(self) -> list[str]:
         """Return the classes of TRL's other trainers that the script uses."""
@@ -318,6 +317,14 @@ class _Script:
             if isinstance(node, _BRANCHES) and "__name__" not in ast.unparse(getattr(node, "test", ast.Constant(0))):
                 return False
         return True
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for name, one in value.items():
+            yield from _leaves(f"{key}.{name}", one)
+    else:
+        yield key, value
 
 
 @cache

@@ -273,3 +273,29 @@ def test_weights_that_do_not_fit_the_rewards_are_told(
     text = f"GRPOConfig(max_steps=1, reward_weights={weights})\nGRPOTrainer('m', reward_funcs=[a, b])"
     _, comments = converted("trl", text, tmp_path / "a.py", capsys, code=2)
     assert any(line.endswith("expected a list of 2 numbers, one per reward function") for line in comments)
+
+
+@pytest.mark.parametrize(
+    ("text", "told", "code"),
+    [
+        ('{"gradient_clipping": "auto", "optimizer": {"type": "AdamW"}}', "needed: deepspeed.optimizer.type=AdamW", 0),
+        ('{"gradient_clipping": 1}', "cluster=laptop", 0),  # that of max_grad_norm
+        (
+            '{"gradient_clipping": 0.5}',
+            "trainer.gradient_clip_val: deepspeed.gradient_clipping=0.5, max_grad_norm=1",
+            2,
+        ),
+        ('{"optimizer": {"type": "Lamb"}}', "deepspeed.optimizer.type=Lamb: the optimizer is AdamW here", 2),
+        ('{"scheduler": {"type": "WarmupLR"}}', "deepspeed.scheduler.type=WarmupLR: DeepSpeed's schedule acts", 2),
+        (None, "deepspeed=ds.json: this file is not beside the script and was not read", 0),
+    ],
+)
+@pytest.mark.parametrize("is_named", [True, False])
+def test_the_configuration_of_deepspeed_is_read(
+    text: str | None, told: str, code: int, is_named: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if text is not None:
+        (tmp_path / "ds.json").write_text(text)
+    given = "'ds.json'" if is_named or text is None else text
+    _, comments = converted("trl", f"GRPOConfig(max_steps=9, deepspeed={given})", tmp_path / "a.py", capsys, code)
+    assert any(told in line for line in comments), comments

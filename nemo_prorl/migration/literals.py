@@ -206,7 +206,7 @@ class Fold(ast.NodeTransformer):
             if name in ("os.getenv", "os.environ.get") and len(node.args) == 2:
                 variable = self.value(node.args[0])  # a variable of the environment counts as not set
                 return node if "RANK" in variable or "WORLD" in variable else _literal(self.value(node.args[1]), node)
-            if (model := _pretrained(node)) is not None:
+            if (model := pretrained(node)) is not None:
                 return _literal(self.value(model), node)
         return node
 
@@ -273,38 +273,14 @@ def bound_names(nodes: list[ast.AST]) -> Iterator[tuple[list[str], ast.expr]]:
                 yield parameters[len(node.args) - 1 :], assigned.get(ast.unparse(last.value), last.value)
 
 
-def _pretrained(node: ast.Call) -> ast.expr | None:
-    """Return the argument of `CLASS.from_pretrained(...)` that names the model; None for other calls and classes."""
+def pretrained(node: ast.Call) -> ast.expr | None:
+    """Return the argument of `CLASS.frompretrained(...)` that names the model; None for other calls and classes."""
     if not isinstance(node.func, ast.Attribute) or node.func.attr != "from_pretrained":
         return None
     kind = ast.unparse(node.func.value).rsplit(".", 1)[-1]
     if "Peft" in kind or not ("Model" in kind or kind.endswith(("ForCausalLM", "ForConditionalGeneration"))):
         return None
     return next(iter([*node.args, *(one.value for one in node.keywords if one.arg in _MODEL_NAMES)]), None)
-
-
-def dtype_and_bits(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
-    """Yield (setting of TRL, value) of what `from_pretrained` says of the numbers of a language model's weights."""
-    if (
-        not isinstance(node, ast.Call) or _pretrained(node) is None or "Classification" in ast.unparse(node.func)
-    ):  # which rewards have
-        return
-    for one in node.keywords:
-        if one.arg in ("dtype", "torch_dtype"):
-            yield "model_init_kwargs.dtype", one.value
-        elif one.arg in ("load_in_4bit", "load_in_8bit", "quantization_config"):
-            yield one.arg, one.value
-
-
-def is_freezing(node: ast.AST) -> bool:
-    """Return whether a statement may freeze weights: it sets `requires_grad`, and not to True."""
-    match node:
-        case ast.Assign([ast.Attribute(attr="requires_grad")], value):
-            return not (isinstance(value, ast.Constant) and value.value is True)
-        case ast.Call(ast.Attribute(attr="requires_grad_"), args, keywords):
-            given = [*args, *(one.value for one in keywords)]
-            return any(not isinstance(one, ast.Constant) or one.value is False for one in given)
-    return False
 
 
 def _is_adapted(node: ast.Assign) -> bool:

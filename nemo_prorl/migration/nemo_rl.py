@@ -105,7 +105,8 @@ def _nemo_rl_precision(made: Converted, precision: Any) -> None:
 
 def _nemo_rl_kl(made: Converted) -> None:
     key, coefficient, estimator = "loss_fn.use_kl_in_reward", made.overrides.get(KL), made.overrides.get(ESTIMATOR)
-    clamps = made.take("loss_fn.kl_input_clamp_value"), made.take("loss_fn.kl_output_clamp_value")
+    keys = "kl_input_clamp_value", "kl_output_clamp_value"
+    clamps = {key: made.take(f"loss_fn.{key}") for key in keys}
     in_rewards = made.rest.get(key) is True and made.take(key)
     if in_rewards and made.overrides.get(ADVANTAGE) == "reinforce_pp_baseline":
         set_kl_of_rewards(made, key, coefficient, str(estimator), is_scaled=True, is_summed=False)
@@ -113,12 +114,10 @@ def _nemo_rl_kl(made: Converted) -> None:
         made.overrides[KL] = 0
         made.differs.append(f"{key}: only adv_estimator.name=reinforce_plus_plus subtracts the KL there: {KL}=0 is set")
     elif coefficient:
-        low, high = clamps
-        bounds = [f"kl_input_clamp_value={low}"] if low is not None and (estimator != "k3" or low < 20) else []
-        bounds += [f"kl_output_clamp_value={high}"] if high is not None else []
-        if bounds:
-            text = f"{', '.join(bounds)}: a token beyond has no gradient of the KL there; here k3 has none above a"
-            made.differs.append(f"{text} log-ratio of 20")
+        same = {"kl_input_clamp_value": 20.0} if estimator == "k3" else {}  # the clamp of k3 here
+        bounds = {key: value for key, value in clamps.items() if value not in (None, same.get(key))}
+        text = "a token beyond has no gradient of the KL there"
+        made.differs += [f"{key}={value}: {text}" for key, value in bounds.items()]
         made.differs.append(
             "reference_policy_kl_penalty: the gradient of the KL term also weighs tokens by their probability there"
             " (arXiv 2506.09477)"

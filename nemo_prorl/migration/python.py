@@ -14,12 +14,11 @@ from nemo_prorl.migration.literals import (
     Fold,
     Options,
     bound_names,
-    dtype_and_bits,
     in_order,
-    is_freezing,
     is_parsing,
     last_name,
     parsed_classes,
+    pretrained,
 )
 from nemo_prorl.migration.names import table
 from nemo_prorl.migration.shell import UNREAD, Expression
@@ -30,6 +29,9 @@ _POSITIONS = {
     _TRAINER: ["model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class"],
 }
 _OTHER = re.compile(r"(?!(GRPO|Model|Dataset|DatasetMixture|Merge)(Config|Trainer))\w+(Config|Trainer)")  # of TRL
+_FREEZES = re.compile(r"\.requires_grad( = (?!True)|_\((?!True|\)))")
+_WEIGHTS = {key: key for key in ("load_in_4bit", "load_in_8bit", "quantization_config")}
+_WEIGHTS |= dict.fromkeys(("dtype", "torch_dtype"), "model_init_kwargs.dtype")
 _BRANCHES = (ast.If, ast.For, ast.While, ast.Try, ast.IfExp, ast.Match)
 
 
@@ -97,16 +99,12 @@ class _Script:
     def _others(self) -> list[str]:
         """Return the classes of TRL's other trainers that the script uses."""
         imports = [node for node in self.nodes if isinstance(node, ast.Import | ast.ImportFrom)]
-        of_trl = {
-            (alias.asname or alias.name).partition(".")[0]: alias.name
-            for node in imports
-            for alias in node.names
-            if (getattr(node, "module", None) or alias.name).partition(".")[0] == "trl"
-        }
+        of_trl = [alias for node in imports if re.match(r"\w+ trl\b", ast.unparse(node)) for alias in node.names]
+        names = {"trl", *(alias.asname or alias.name for alias in of_trl)}
         used = [ast.unparse(node.func) for node in self.nodes if isinstance(node, ast.Call)]
         used += [ast.unparse(base) for one in self.classes.values() for base in one.bases]
-        used += [name for names in parsed_classes(self.nodes) for name in names]
-        found = [of_trl.get(name, name).rsplit(".", 1)[-1] for name in used if name.partition(".")[0] in of_trl]
+        used += [name for some in parsed_classes(self.nodes) for name in some]
+        found = [self.renamed.get(one, one).rsplit(".", 1)[-1] for one in used if one.partition(".")[0] in names]
         return [name for name in dict.fromkeys(found) if _OTHER.fullmatch(name)]
 
     def _of_classes(self) -> Iterator[tuple[str, Any]]:
@@ -125,9 +123,12 @@ class _Script:
     def _unread(self) -> Iterator[tuple[str, Any]]:
         yield from self._of_classes()
         for node in self.nodes:
-            if is_freezing(node):
-                yield f"{UNREAD}{ast.unparse(node)}", "all weights are trained here; it may freeze some"
-            yield from ((key, self.fold.get(value)) for key, value in dtype_and_bits(node))
+            if isinstance(node, ast.Assign | ast.Expr) and _FREEZES.search(text := ast.unparse(node)):
+                yield f"{UNREAD}{text}", "all weights are trained here; it may freeze some"
+            if isinstance(node, ast.Call) and pretrained(node) and "Classification" not in ast.unparse(node.func):
+                yield from (
+                    (_WEIGHTS[one.arg], self.fold.get(one.value)) for one in node.keywords if one.arg in _WEIGHTS
+                )
         for name, own in self.classes.items():
             methods = [one.name for one in own.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
             if self._kind_of_class(name) and methods:

@@ -401,14 +401,15 @@ def _openrlhf(made: Converted) -> None:
 
 def _openrlhf_groups(made: Converted) -> None:
     """Tell which groups are kept; set the loggers and the engines."""
-    take = made.take
-    bounds = {"algo.dynamic_filtering_range": take("algo.dynamic_filtering_range")}
+    key, take = "algo.dynamic_filtering_range", made.take
+    bounds = take(key)
     if made.overrides.get(f"{SAMPLING}.enabled"):
         text = (
-            f"{next(iter(bounds))}={bounds.popitem()[1]}: a group is kept there if its mean score is between, here if"
+            f"{key}={bounds}: a group is kept there if its mean score is between, here if its rewards differ: the same"
         )
-        made.differs.append(f"{text} its rewards differ: the same for scores of 0 and 1 only")
-    tell_unused(made, bounds, "without algo.dynamic_filtering_enable")
+        made.differs.append(f"{text} for scores of 0 and 1 only")
+    else:
+        tell_unused(made, {key: bounds}, "without algo.dynamic_filtering_enable")
     if made.overrides.get("rollout.engines") == 0:  # there: no engine
         del made.overrides["rollout.engines"]
     if take("logger.wandb.key") is not None:

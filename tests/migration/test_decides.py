@@ -499,7 +499,7 @@ SHAPED = "reward_shaping: {enabled: true, overlong_buffer_length: 64, overlong_b
         (
             "loss_fn: {kl_input_clamp_value: 5}",
             [],
-            "kl_input_clamp_value=5, kl_output_clamp_value=10.0: a token bey",
+            "kl_input_clamp_value=5: a token beyond has no gradient",
             0,
         ),
         ("grpo: {max_num_steps: 90}", [], "  kl_output_clamp_value=10.0: a token", 0),

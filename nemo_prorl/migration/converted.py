@@ -208,8 +208,8 @@ def tell_constant(made: Converted, key: str, value: Any, length: str) -> None:
         )
 
 
-def set_bf16(made: Converted) -> None:
-    made.overrides |= {"trainer.precision": "bf16", "model.megatron_amp_O2": True}
+def set_bf16(made: Converted, is_on: bool = True) -> None:
+    made.overrides |= {"trainer.precision": "bf16" if is_on else 32, "model.megatron_amp_O2": is_on}
 
 
 def tell_token_weights(made: Converted, kind: Any) -> None:

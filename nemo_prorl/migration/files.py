@@ -17,6 +17,7 @@ from nemo_prorl.migration.shell import LAUNCH, UNREAD, Command, Expression, Scri
 _OF_TRL = {"single_gpu": 1} | dict.fromkeys(("multi_gpu", "zero1", "zero2", "zero3", "fsdp1", "fsdp2"), 8)
 _VERL = "ppo_trainer", "_self_"  # the defaults of the table
 _IN_VERL = re.compile(r"(\./|verl/trainer/)?config/ppo_(megatron_)?trainer\.yaml")  # both have those of the table
+_IS_TRL = re.compile(r"(?s)GRPOConfig|\b(from|import) trl\b.*?\b(?!GRPOTrainer)[A-Z]\w*Trainer\b")
 _ALONE = "_override_"  # true in a section of NeMo-RL leaves out that of the base
 SCRIPT = "script"  # key with the name of a Python file that was not found
 BASE = "defaults"  # key with the names of files that a YAML file of NeMo-RL is based on, and that are missing
@@ -27,22 +28,21 @@ _OF_NEMO_RL = {"run_grpo.py": TABLE_BASE, "run_grpo_math.py": TABLE_BASE, "run_v
 def read(path: Path) -> dict[str, Any]:
     """Return {dotted key: value} of a file; raises ConfigError if the file cannot be read or has no setting."""
     try:
-        text = ""
         if path.suffix in (".yaml", ".yml", ".json"):
             found = dict(_leaves(_tree(path)))
         else:
             text = path.read_text(encoding="utf-8")
             found = dict(of_python(text)) if path.suffix == ".py" else _of_script(text, path.parent)
+        if isinstance(name := found.get("deepspeed"), str) and (beside := _Files({}, path.parent).path(name)):
+            found |= dict(_leaves({"deepspeed": _tree(beside)}))
+            del found["deepspeed"]
     except RecursionError as error:
         raise ConfigError(f"{path}: cannot be read: its {BASE} lead back to itself") from error
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError, SyntaxError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     if not found:
-        if path.suffix == ".py" and "RLOO" in text:
-            raise ConfigError(
-                f"{path}: expected a GRPOConfig; got RLOOConfig, which is not converted: set its numbers yourself, with"
-                " trainer.grpo.advantage=leave_one_out"
-            )
         raise ConfigError(
             f"{path}: expected a configuration: YAML, JSON, a shell script with the command of the trainer, or Python"
             " with a GRPOConfig(...); got a file without any setting"
@@ -158,7 +158,7 @@ def _of_command(command: Command, written: Mapping[str, str], folder: Path) -> d
     text = command.text
     if command.script is not None and (text := files.text(command.script)) is None:
         found[SCRIPT] = command.script
-    if text is not None and "GRPOConfig" in text:
+    if text is not None and _IS_TRL.search(text):
         parsed = dict(of_python(text, flags))
         return {**found, **launcher, **{key: value for key, value in flags.items() if key in LAUNCH}, **parsed}
     return {**found, **launcher, **flags}

@@ -168,6 +168,8 @@ class Fold(ast.NodeTransformer):
         return _literal(self._known[node.id], node) if node.id in self._known else node
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        if ast.unparse(node) in ("torch.bfloat16", "torch.float16", "torch.float32"):
+            return ast.Constant(node.attr)
         options = self._options.get(ast.unparse(node.value), {})
         return _literal(options[node.attr], node) if node.attr in options else node
 
@@ -204,7 +206,7 @@ class Fold(ast.NodeTransformer):
             if name in ("os.getenv", "os.environ.get") and len(node.args) == 2:
                 variable = self.value(node.args[0])  # a variable of the environment counts as not set
                 return node if "RANK" in variable or "WORLD" in variable else _literal(self.value(node.args[1]), node)
-            if (model := _pretrained(node)) is not None:
+            if (model := pretrained(node)) is not None:
                 return _literal(self.value(model), node)
         return node
 
@@ -271,8 +273,8 @@ def bound_names(nodes: list[ast.AST]) -> Iterator[tuple[list[str], ast.expr]]:
                 yield parameters[len(node.args) - 1 :], assigned.get(ast.unparse(last.value), last.value)
 
 
-def _pretrained(node: ast.Call) -> ast.expr | None:
-    """Return the argument of `CLASS.from_pretrained(...)` that names the model; None for other calls and classes."""
+def pretrained(node: ast.Call) -> ast.expr | None:
+    """Return the argument of `CLASS.frompretrained(...)` that names the model; None for other calls and classes."""
     if not isinstance(node.func, ast.Attribute) or node.func.attr != "from_pretrained":
         return None
     kind = ast.unparse(node.func.value).rsplit(".", 1)[-1]

@@ -1,11 +1,13 @@
 """The rules of NeMo-RL: they take settings out of `Converted.rest`, and set the overrides that these mean."""
 
+import re
 from typing import Any
 
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.migration.converted import (
     ADVANTAGE,
     AGGREGATION,
+    CONTEXT,
     ENTROPY,
     ESTIMATOR,
     GRPO,
@@ -70,23 +72,41 @@ def nemo_rl(made: Converted) -> None:
         set_validation(
             made, samples, made.overrides.get(f"{GRPO}.temperature"), made.rest.get("policy.generation.top_p", 1)
         )
+    _nemo_rl_sizes(made)
     _nemo_rl_precision(made, take("policy.precision"))
     if made.rest.get("logger.wandb_enabled"):
         set_wandb(made, take("logger.wandb.project"))
     tell_data(made, *[key for key in made.rest if key.endswith(_DATA)])
 
 
+def _nemo_rl_sizes(made: Converted) -> None:
+    """Set the engine's context, and leave to the user what Megatron and the tokenizer get beside their sizes."""
+    on, model = "policy.megatron_cfg", made.overrides.get("pretrained_checkpoint.restore_from_path")
+    made.take(f"{on}.scheduler.start_weight_decay")  # with a constant weight decay it is the end's
+    if not made.rest.get(f"{on}.mtp_loss_scaling_factor", 1):
+        made.take(f"{on}.mtp_num_layers")
+    neutral = table("nemo_rl")["neutral"]
+    left = [key for key in made.rest if _LEFT.match(key) and key in made.given and key not in neutral]
+    made.left |= {key: made.take(key) for key in left}
+    longest, context = made.take("policy.generation.vllm_cfg.max_model_len"), made.overrides.get(CONTEXT)
+    if isinstance(longest, int) and isinstance(context, int) and longest < context:
+        made.overrides[CONTEXT] = longest
+        made.notes.append(f"policy.generation.vllm_cfg.max_model_len={longest} ends a response before {context} tokens")
+    if (name := made.take("policy.tokenizer.name")) not in (None, model):
+        made.differs.append(f"policy.tokenizer.name={name}: the model's own tokenizer is used here")
+
+
 def _nemo_rl_precision(made: Converted, precision: Any) -> None:
-    if precision == "bfloat16":
-        set_bf16(made)
-    elif precision == "float32":
-        made.overrides |= {"trainer.precision": 32, "model.megatron_amp_O2": False}
+    if precision in ("bfloat16", "float32"):
+        set_bf16(made, precision == "bfloat16")
     elif precision is not None:
         made.unknown["trainer.precision"] = f"policy.precision={precision}: it is bf16 or 32 here"
 
 
 def _nemo_rl_kl(made: Converted) -> None:
     key, coefficient, estimator = "loss_fn.use_kl_in_reward", made.overrides.get(KL), made.overrides.get(ESTIMATOR)
+    keys = "kl_input_clamp_value", "kl_output_clamp_value"
+    clamps = {key: made.take(f"loss_fn.{key}") for key in keys}
     in_rewards = made.rest.get(key) is True and made.take(key)
     if in_rewards and made.overrides.get(ADVANTAGE) == "reinforce_pp_baseline":
         set_kl_of_rewards(made, key, coefficient, str(estimator), is_scaled=True, is_summed=False)
@@ -94,6 +114,10 @@ def _nemo_rl_kl(made: Converted) -> None:
         made.overrides[KL] = 0
         made.differs.append(f"{key}: only adv_estimator.name=reinforce_plus_plus subtracts the KL there: {KL}=0 is set")
     elif coefficient:
+        same = {"kl_input_clamp_value": 20.0} if estimator == "k3" else {}  # the clamp of k3 here
+        bounds = {key: value for key, value in clamps.items() if value not in (None, same.get(key))}
+        text = "a token beyond has no gradient of the KL there"
+        made.differs += [f"{key}={value}: {text}" for key, value in bounds.items()]
         made.differs.append(
             "reference_policy_kl_penalty: the gradient of the KL term also weighs tokens by their probability there"
             " (arXiv 2506.09477)"
@@ -176,7 +200,11 @@ def _nemo_rl_shaping(made: Converted, scale: float) -> None:
             set_overlong(made, f"grpo.reward_shaping.{most}", shaping["overlong_buffer_length"], penalty, shaping[most])
 
 
-_ADAMW = (".lr", ".weight_decay", ".betas", ".eps", ".foreach", ".fused", ".amsgrad")  # arguments of the optimizer
+_ADAMW = (".lr", ".weight_decay", ".betas", ".eps", ".foreach", ".fused")  # arguments of the optimizer
+_OF_MEGATRON = (*_ADAMW, ".adam_beta1", ".adam_beta2", ".adam_eps", ".min_lr", ".clip_grad", ".optimizer")
+_LEFT = re.compile(  # no sizes: they may change the numbers
+    r"policy\.megatron_cfg\.(model_overrides|(optimizer|scheduler)\.(?!use_|overlap_|optimizer|params_dtype|bf16|sgd_))"
+)
 
 
 def _nemo_rl_optimizer(made: Converted) -> None:
@@ -185,9 +213,10 @@ def _nemo_rl_optimizer(made: Converted) -> None:
     on, off = "policy.megatron_cfg", "policy.dtensor_cfg"
     prefix = f"{on}.optimizer" if has_megatron else "policy.optimizer.kwargs"
     own = [key for key in made.rest if key.startswith(f"{prefix}.")]
-    found = {key.rsplit(".", 1)[-1]: made.take(key) for key in own if has_megatron or key.endswith(_ADAMW)}
+    ends, neutral = _OF_MEGATRON if has_megatron else _ADAMW, table("nemo_rl")["neutral"]
+    found = {key.rsplit(".", 1)[-1]: made.take(key) for key in own if key.endswith(ends)}
     is_adamw = made.rest.get("policy.optimizer.name", "torch.optim.AdamW") == "torch.optim.AdamW"
-    for key in [key for key in own if key in made.rest]:
+    for key in [key for key in own if key in made.rest and key not in neutral and not has_megatron]:
         if is_adamw:
             made.misspelt[f"{key}={made.take(key)}"] = "AdamW has lr, weight_decay, betas and eps"
         else:

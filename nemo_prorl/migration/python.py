@@ -1,11 +1,14 @@
 """Reads the settings of a Python script with a GRPOConfig: evaluates what follows from the file, and runs nothing."""
 
 import ast
+import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from typing import Any
 
+from nemo_prorl.errors import ConfigError
 from nemo_prorl.migration.literals import (
     ARITHMETIC,
     Fold,
@@ -15,6 +18,7 @@ from nemo_prorl.migration.literals import (
     is_parsing,
     last_name,
     parsed_classes,
+    pretrained,
 )
 from nemo_prorl.migration.names import table
 from nemo_prorl.migration.shell import UNREAD, Expression
@@ -24,6 +28,10 @@ _POSITIONS = {
     _CONFIG: ["output_dir"],
     _TRAINER: ["model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class"],
 }
+_OTHER = re.compile(r"(?!(GRPO|Model|Dataset|DatasetMixture|Merge)(Config|Trainer))\w+(Config|Trainer)")  # of TRL
+_FREEZES = re.compile(r"\.requires_grad( = (?!True)|_\((?!True|\)))")
+_WEIGHTS = {key: key for key in ("load_in_4bit", "load_in_8bit", "quantization_config")}
+_WEIGHTS |= dict.fromkeys(("dtype", "torch_dtype"), "model_init_kwargs.dtype")
 _BRANCHES = (ast.If, ast.For, ast.While, ast.Try, ast.IfExp, ast.Match)
 
 
@@ -58,9 +66,12 @@ class _Script:
             alias.asname: alias.name for node in self.nodes if isinstance(node, ast.ImportFrom) for alias in node.names
         }
         self.renamed = {new: old for new, old in names.items() if new is not None}
+        self.others = self._others()
         self.configs = self._configs()
         self.trainers = {name for name, value in self._bindings() if self._kind(value) == _TRAINER}
         self.configs |= {f"{name}.args" for name in self.trainers}
+        makers = [node for node in self.nodes if isinstance(node, ast.Call) and self._kind(node) == _TRAINER]
+        self.made = {id(self._scope(node)): node.end_lineno or 0 for node in makers}
 
     @property
     def is_parsed(self) -> bool:
@@ -83,10 +94,41 @@ class _Script:
             for key, value in self._of_statement(node, found):
                 found[key] = value
         for key, value in found.items():  # a mapping is a section, as in YAML
-            parts = {f"{key}.{name}": one for name, one in value.items()} if isinstance(value, dict) else None
-            yield from (parts or {key: value}).items()
+            yield from _leaves(key, value)
+
+    def _others(self) -> list[str]:
+        """Return the classes of TRL's other trainers that the script uses."""
+        imports = [node for node in self.nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+        of_trl = [alias for node in imports if re.match(r"\w+ trl\b", ast.unparse(node)) for alias in node.names]
+        names = {"trl", *(alias.asname or alias.name for alias in of_trl)}
+        used = [ast.unparse(node.func) for node in self.nodes if isinstance(node, ast.Call)]
+        used += [ast.unparse(base) for one in self.classes.values() for base in one.bases]
+        used += [name for some in parsed_classes(self.nodes) for name in some]
+        found = [self.renamed.get(one, one).rsplit(".", 1)[-1] for one in used if one.partition(".")[0] in names]
+        return [name for name in dict.fromkeys(found) if _OTHER.fullmatch(name)]
+
+    def _of_classes(self) -> Iterator[tuple[str, Any]]:
+        """Yield what is unread because of its class; raises ConfigError if the file trains with other classes only."""
+        calls = [node for node in self.nodes if isinstance(node, ast.Call)]
+        if self.others and not self._parsed_classes() and not any(map(self._kind, calls)):
+            cure = "; set its numbers yourself, with trainer.grpo.advantage=leave_one_out"
+            cure = cure if self.others[0].startswith("RLOO") else ""
+            raise ConfigError(f"expected a {_CONFIG} of TRL; got {self.others[0]}, which is not converted{cure}")
+        for name in self.others:
+            yield f"{UNREAD}{name}", f"this trainer is used, too: only {_CONFIG} and {_TRAINER} are read"
+        for name in dict.fromkeys(self.renamed.get(last_name(node), last_name(node)) for node in calls):
+            if name not in (*self.classes, _CONFIG, _TRAINER) and self._kind_of_class(name):
+                yield f"{UNREAD}class {name}", "another file has it: what it changes was not read"
 
     def _unread(self) -> Iterator[tuple[str, Any]]:
+        yield from self._of_classes()
+        for node in self.nodes:
+            if isinstance(node, ast.Assign | ast.Expr) and _FREEZES.search(text := ast.unparse(node)):
+                yield f"{UNREAD}{text}", "all weights are trained here; it may freeze some"
+            if isinstance(node, ast.Call) and pretrained(node) and "Classification" not in ast.unparse(node.func):
+                yield from (
+                    (_WEIGHTS[one.arg], self.fold.get(one.value)) for one in node.keywords if one.arg in _WEIGHTS
+                )
         for name, own in self.classes.items():
             methods = [one.name for one in own.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
             if self._kind_of_class(name) and methods:
@@ -107,6 +149,8 @@ class _Script:
     def _kind_of_class(self, name: str) -> str | None:
         """Return whether a class is a configuration or a trainer, by its name or, if the file has it, by its base."""
         name = self.renamed.get(name, name)
+        if name in self.others:
+            return None
         bases = (
             [ast.unparse(base).rsplit(".", 1)[-1] for base in self.classes[name].bases] if name in self.classes else []
         )
@@ -195,12 +239,24 @@ class _Script:
         changes = self._of_call(node) if isinstance(node, ast.Call) else self._of_assignment(node, found)
         for key, value in changes:
             before = found.get(key, "the default")
-            known = key.startswith(UNREAD) or self._is_certain(node) or value == before
-            yield key, value if known else Expression(f"{before} or {value}")
+            is_late = getattr(node, "lineno", 0) > self.made.get(id(self._scope(node)), math.inf)
+            known = key.startswith(UNREAD) or (self._is_certain(node) and not is_late) or value == before
+            late = " (set after the trainer was made, which copied it)" if is_late else ""
+            yield key, value if known else Expression(f"{before} or {value}{late}")
+
+    def _scope(self, node: ast.AST) -> ast.AST | None:
+        """Return the function around a node; None if there is none."""
+        while (parent := self.parents.get(id(node))) is not None:
+            node = parent
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                return node
+        return None
 
     def _is_of_trainer(self, target: ast.Attribute) -> bool:
-        """Return whether an attribute belongs to a trainer, and is no setting."""
-        return target.attr not in _settings_of_trl() and ast.unparse(target.value) in self.trainers
+        """Return whether an attribute belongs to a trainer or its class, and is no setting."""
+        base = ast.unparse(target.value)
+        is_class = self._kind_of_class(base.rsplit(".", 1)[-1]) == _TRAINER
+        return is_class or (target.attr not in _settings_of_trl() and base in self.trainers)
 
     def _is_dictionary(self, node: ast.expr) -> bool:
         """Return whether an expression is the dictionary of a configuration's attributes."""
@@ -238,6 +294,8 @@ class _Script:
                     yield f"{UNREAD}{ast.unparse(node)}", "which settings it sets is unknown"
                 else:
                     yield key, self.fold.get(value)
+            case ast.Call(ast.Name("setattr"), [base, *_]) if self._kind_of_class(ast.unparse(base)) == _TRAINER:
+                yield f"{UNREAD}{ast.unparse(node)}", "this attribute of the trainer may change the algorithm"
             case ast.Call() if self._replaced(node, self.configs):
                 for one in node.keywords:
                     yield one.arg or f"{UNREAD}**{ast.unparse(one.value)}", self.fold.get(one.value)
@@ -260,6 +318,14 @@ class _Script:
             if isinstance(node, _BRANCHES) and "__name__" not in ast.unparse(getattr(node, "test", ast.Constant(0))):
                 return False
         return True
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for name, one in value.items():
+            yield from _leaves(f"{key}.{name}", one)
+    else:
+        yield key, value
 
 
 @cache

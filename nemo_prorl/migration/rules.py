@@ -57,6 +57,10 @@ _NO_LIMIT = 100_000  # steps of NeMo-RL that no run makes
 _EPOCHS = "total_epochs", "num_train_epochs", "num_episodes", "max_num_epochs"
 _MODEL = "pretrained_checkpoint.restore_from_path"
 _OTHER_MODELS = re.compile(r"(?i)-a\d+b|[-/]moe|mixtral|gpt-oss|deepseek-v\d|-vl\b|-omni|vision")
+_OTHER_FAMILIES = re.compile(  # as ORG/NAME; a name with Qwen or Llama says what it is made from
+    r"(?i)([\w.-]+/)?((?!.*(qwen|llama))(glm|minimax|gemma|mistral|ministral|phi|nvidia-nemotron|nemotron-[h3])-"
+    r"|qwen3\.5|qwen3-next|llama-?4)[^/]*"
+)
 _ENTRIES = "scripts/grpo.py", "scripts/grpo_vlm.py"  # TRL's own: they set nothing
 _RECOMPUTE = "enable_gradient_checkpointing", "gradient_checkpointing", "gradient_checkpointing_enable"
 
@@ -268,6 +272,8 @@ def _refused(made: Converted) -> None:
         made.unknown[_MODEL] = (
             f"{model}: a mixture of experts or a vision model, by its name; here are Qwen and Llama only"
         )
+    elif _OTHER_FAMILIES.fullmatch(model):
+        made.unknown[_MODEL] = f"{model}: of another family, by its name; here are Qwen2, Qwen2.5, Qwen3 and Llama only"
     if made.overrides.get(GROUP) == 1:
         made.unknown.setdefault(GROUP, "1 there; here the responses to a prompt are compared, so at least 2 are needed")
 

@@ -377,6 +377,7 @@ def _openrlhf(made: Converted) -> None:
         made.differs.append(f"{text}, means of responses' own means here, as the loss")
     _openrlhf_correction(made)
     set_draws(made, 0)
+    _openrlhf_groups(made)
     _openrlhf_cut_off(made)
     dtype = take("ds.param_dtype")
     if take("bf16") or dtype == "bf16":
@@ -396,6 +397,23 @@ def _openrlhf(made: Converted) -> None:
         )
     data = ["data.prompt_dataset", "eval.dataset", "data.input_key", "data.label_key"]
     tell_data(made, *data, most="data.max_samples", option="--limit")
+
+
+def _openrlhf_groups(made: Converted) -> None:
+    """Tell which groups are kept; set the loggers and the engines."""
+    key, take = "algo.dynamic_filtering_range", made.take
+    bounds = take(key)
+    if made.overrides.get(f"{SAMPLING}.enabled"):
+        text = (
+            f"{key}={bounds}: a group is kept there if its mean score is between, here if its rewards differ: the same"
+        )
+        made.differs.append(f"{text} for scores of 0 and 1 only")
+    else:
+        tell_unused(made, {key: bounds}, "without algo.dynamic_filtering_enable")
+    if made.overrides.get("rollout.engines") == 0:  # there: no engine
+        del made.overrides["rollout.engines"]
+    if take("logger.wandb.key") is not None:
+        set_wandb(made, take("logger.wandb.project"))
 
 
 def _openrlhf_cut_off(made: Converted) -> None:

@@ -76,8 +76,10 @@ def trl(made: Converted) -> None:
     _trl_validation(made)
     _trl_engine(made)
     _trl_entropy(made)
-    if take("bf16"):
-        set_bf16(made)
+    if "trainer.precision" not in made.unknown:  # without bf16 and fp16 the numbers have 32 bits (base_config.py:128)
+        set_bf16(made, take("bf16") is not False or made.rest.get("fp16") is True)
+    if str(made.rest.get("quantization_config")).startswith("get_quantization_config("):
+        del made.rest["quantization_config"]  # load_in_4bit and load_in_8bit decide
     if (lora := take("peft_config")) is not None:
         made.unknown[f"peft_config={lora}"] = "all weights are trained here"
     if (more := take("**")) is not None:
@@ -93,6 +95,11 @@ def _trl_optimizer(made: Converted) -> None:
         if (own := made.take(key)) is not None:
             why = f"{key}={own}: the script's own optimizer and schedule decide it"
             made.unknown |= dict.fromkeys(_OF_OPTIMIZER, why)
+    clip, of_trl = made.take("deepspeed.gradient_clipping", "auto"), made.overrides.get(_CLIP)
+    if clip not in ("auto", of_trl):
+        made.unknown[_CLIP] = (
+            f"deepspeed.gradient_clipping={clip}, max_grad_norm={of_trl}: transformers wants them equal"
+        )
     if _FEWER_BITS.fullmatch(str(made.rest.get("optim"))):
         made.differs.append(f"optim={made.take('optim')}: AdamW's moments have fewer bits there")
 

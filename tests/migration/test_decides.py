@@ -367,6 +367,14 @@ BONUS = "--algo.kl.use_loss --algo.kl.estimator k2 --actor.policy_loss_type gspo
         ("--train.async_enable --async_queue_size 3", "  async_queue_size=3: so many steps ahead generates", False),
         ("--algo.advantage.gamma 0.9", "algo.advantage.gamma=0.9 has no effect there, with algo.advantage.est", False),
         ("--data.input_template Q:{}", "  data.input_template=Q:{}: without data.apply_chat_template it is", False),
+        ("--critic.freezing_steps 5", "  critic.freezing_steps=5: so many steps do not train the actor there", False),
+        (
+            "--dynamic_filtering",
+            "  algo.dynamic_filtering_range=[0, 1]: a group is kept there if its mean score is between",
+            False,
+        ),
+        ("--algo.dynamic_filtering_range 0 0.9", "has no effect there, without algo.dynamic_filtering_enable", False),
+        ("--logger.wandb.key {wandb_token}", "Weights & Biases: run `wandb login`", False),
         ("--data.max_images_per_prompt 2", "  data.max_images_per_prompt=2: prompts are text here", True),
     ],
 )
@@ -378,6 +386,11 @@ def test_what_openrlhf_does_otherwise_is_told(
     assert (told in asked) == is_asked
     assert told in comments
     assert "unknown to" not in comments
+    assert "wandb_token" not in comments
+
+
+def test_no_engine_there_is_no_number_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "rollout.engines=8" in of(f"{OPENRLHF} --vllm.num_engines 0", tmp_path, capsys, code=2)[0]
 
 
 def test_a_fixed_reward_of_cut_off_responses_is_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -445,6 +458,7 @@ def test_words_built_in_an_if_are_read(
     assert ("$MORE: what it sets" in comments) == (lr is None)
 
 
+MEGATRON = "policy: {megatron_cfg: {enabled: true, "
 SHAPED = "reward_shaping: {enabled: true, overlong_buffer_length: 64, overlong_buffer_penalty: 1, max_response_length: "
 
 
@@ -473,6 +487,43 @@ SHAPED = "reward_shaping: {enabled: true, overlong_buffer_length: 64, overlong_b
         ("policy: {optimizer: {name: torch.optim.SGD}}", [], "torch.optim.SGD: the optimizer is AdamW here", 2),
         ("data: {validation: {repeat: 16}}", [f"{GRPO}.validation_samples=16"], None, 0),
         ("policy: {model_name: Qwen/Qwen3-30B-A3B}", [], "Qwen/Qwen3-30B-A3B: a mixture of experts or a vision", 2),
+        *(
+            (f"policy: {{model_name: {name}}}", [], f"{name}: of another family, by its name", 2)
+            for name in ("zai-org/GLM-4.7-Flash", "google/gemma-3-1b-it", "nvidia/NVIDIA-Nemotron-Nano-9B-v2")
+        ),
+        *(
+            (f"policy: {{model_name: {name}}}", [f"pretrained_checkpoint.restore_from_path={name}"], None, 0)
+            for name in ("nvidia/Llama-3.1-Nemotron-Nano-8B-v1", "/data/gemma-3-1b-it/last", "org/Phi-made-of-Qwen")
+        ),
+        ("loss_fn: {kl_input_clamp_value: null, kl_output_clamp_value: null}", [], None, 0),
+        (
+            "loss_fn: {kl_input_clamp_value: 5}",
+            [],
+            "kl_input_clamp_value=5: a token beyond has no gradient",
+            0,
+        ),
+        ("grpo: {max_num_steps: 90}", [], "  kl_output_clamp_value=10.0: a token", 0),
+        ("policy: {optimizer: {kwargs: {amsgrad: true}}}", [], "  policy.optimizer.kwargs.amsgrad=True: the opt", 2),
+        ("policy: {optimizer: {kwargs: {exp_avg_dtype: torch.bfloat16}}}", [], "AdamW's moments have 32 bits here", 0),
+        (f"{MEGATRON}optimizer: {{decoupled_weight_decay: false}}}}}}", [], "decoupled_weight_decay=False: the wei", 2),
+        (f"{MEGATRON}scheduler: {{weight_decay_incr_style: linear}}}}}}", [], "incr_style=linear: the weight decay", 2),
+        (f"{MEGATRON}optimizer: {{loss_scale: 3}}}}}}", [], "here:\n  policy.megatron_cfg.optimizer.loss_scale=3", 0),
+        (f"{MEGATRON}mtp_num_layers: 2, mtp_loss_scaling_factor: 0.1}}}}", [], "mtp_num_layers=2: such layers and", 2),
+        (f"{MEGATRON}mtp_num_layers: 2, mtp_loss_scaling_factor: 0.0}}}}", [], None, 0),
+        (
+            "policy: {max_total_sequence_length: 512, generation: {vllm_cfg: {max_model_len: 256}}}",
+            [f"{GRPO}.context_tokens=256"],
+            "max_model_len=256 ends a response before 512 tokens",
+            0,
+        ),
+        (
+            "policy: {tokenizer: {chat_template: null}}",
+            [],
+            "  policy.tokenizer.chat_template=None: prompts have the",
+            0,
+        ),
+        ("policy: {tokenizer: {name: org/other}}", [], "  policy.tokenizer.name=org/other: the model's own tokeniz", 0),
+        ("policy: {generation: {vllm_kwargs: {seed: 3}}}", [], "here:\n  policy.generation.vllm_kwargs.seed=3", 0),
         ("policy: {model_name: Qwen/Qwen2.5-VL-3B-Instruct}", [], "a mixture of experts or a vision model", 2),
     ],
 )

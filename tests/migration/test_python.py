@@ -47,9 +47,18 @@ def test_what_is_set_after_the_constructor_counts(
     assert any(line.startswith(f"  {GRPO}.kl_coef: beta=") for line in comments) == (expected is None)
 
 
-def test_what_is_set_through_the_trainer_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = AFTER.format(change="") + "trainer.args.beta = 0.1\n"
-    assert f"{GRPO}.kl_coef=0.1" in converted("trl", text, tmp_path / "a.py", capsys)[0]
+@pytest.mark.parametrize("change", ["args.beta = 0.1", "trainer.args.beta = 0.1", "trainer.beta = 0.1"])
+def test_what_is_set_after_the_trainer_was_made_is_asked_for(
+    change: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides, comments = converted("trl", AFTER.format(change="") + change, tmp_path / "a.py", capsys, code=2)
+    assert not any("kl_coef" in one for one in overrides)
+    told = f"  {GRPO}.kl_coef: beta=0.3 or 0.1 (set after the trainer was made, which copied it) has no value here"
+    assert told in comments
+    text = "def made(args):\n    GRPOTrainer(model='org/model', args=args)\nargs = GRPOConfig(max_steps=9)"
+    text += f"\n{change}\nmade(args)"
+    if change.startswith("args"):
+        assert f"{GRPO}.kl_coef=0.1" in converted("trl", text, tmp_path / "a.py", capsys)[0]
 
 
 @pytest.mark.parametrize(
@@ -60,6 +69,12 @@ def test_what_is_set_through_the_trainer_counts(tmp_path: Path, capsys: pytest.C
         ("args.set_optimizer(learning_rate=1)", "args.set_optimizer(learning_rate=1): which settings"),
         ("args = dataclasses.replace(args, **more)", "**more: "),
         ("class Mine(GRPOTrainer):\n    def compute_loss(self): pass", "class Mine: its methods (compute_loss)"),
+        ("GRPOTrainer.compute_loss = mine", "GRPOTrainer.compute_loss: this attribute of the trainer may change"),
+        ("setattr(GRPOTrainer, 'compute_loss', mine)", "setattr(GRPOTrainer, 'compute_loss', mine): this attribute of"),
+        ("from own import OwnGRPOTrainer\nOwnGRPOTrainer('m', f, args)", "class OwnGRPOTrainer: another file has it"),
+        ("from trl import SFTTrainer\nSFTTrainer('org/model').train()", "SFTTrainer: this trainer is used, too: only"),
+        ("for p in model.parameters():\n    p.requires_grad = False", "p.requires_grad = False: all weights are"),
+        ("model.lm_head.requires_grad_(False)", "model.lm_head.requires_grad_(False): all weights are trained here"),
     ],
 )
 def test_what_cannot_be_read_is_told(
@@ -160,7 +175,7 @@ def test_a_parser_s_classes_may_have_a_name(classes: str, tmp_path: Path, capsys
 )
 def test_a_function_gets_what_the_parser_returns(call: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before, _, body = PARSER.partition("script_args, training_args, model_args = parser.parse_args_and_config()\n")
-    lines = [f"    {line}" for line in [*body.splitlines(), "setattr(training_args, 'temperature', 0.6)"]]
+    lines = [f"    {line}" for line in ["setattr(training_args, 'temperature', 0.6)", *body.splitlines()]]
     lines = [before, "def main(script_args, training_args, model_args):", *lines, call, ""]
     (tmp_path / "a.py").write_text("\n".join(lines))
     text = "python a.py --model_name_or_path org/m --group 4 --max_steps 3"
@@ -195,10 +210,60 @@ def test_a_mapping_that_changes_is_not_known(change: str, tmp_path: Path, capsys
     assert "  **kw: the settings of this mapping have no value here" in comments
 
 
-def test_rloo_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "a.py").write_text("from trl import RLOOConfig\nargs = RLOOConfig(beta=0.1)\n")
-    assert cli.main(["convert", "trl", str(tmp_path / "a.py")]) == 2
-    assert "expected a GRPOConfig; got RLOOConfig" in caplog.text
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("from trl import RLOOConfig\nRLOOConfig(beta=0.1)", "RLOOConfig"),
+        ("from trl import RLOOConfig, RLOOTrainer\nRLOOTrainer('m', f, RLOOConfig(), peft_config=c)", "RLOOTrainer"),
+        ("import trl\ntrl.DPOTrainer('m', args=trl.DPOConfig(beta=0.1), peft_config=LoraConfig(r=8))", "DPOTrainer"),
+        ("from trl.experimental.async_grpo import AsyncGRPOConfig\nAsyncGRPOConfig(max_steps=9)", "AsyncGRPOConfig"),
+        ("from trl.experimental import gmpo as g\ng.GMPOConfig(max_steps=9)", "GMPOConfig"),
+        ("from trl import SFTConfig as GRPOConfig\nGRPOConfig(max_steps=9)", "SFTConfig"),
+        ("from trl import *\nfrom trl import TrlParser, KTOConfig\nTrlParser((KTOConfig,))", "KTOConfig"),
+    ],
+)
+@pytest.mark.parametrize("file", ["a.py", "run.sh"])
+def test_other_trainers_of_trl_are_refused(
+    text: str, name: str, file: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "a.py").write_text(text)
+    (tmp_path / "run.sh").write_text("python a.py --learning_rate 1e-6 --beta 0.1")
+    if file == "a.py" or "Trainer" in text or "GRPOConfig" in text:
+        assert cli.main(["convert", "trl", str(tmp_path / file)]) == 2
+        assert f"{file}: expected a GRPOConfig of TRL; got {name}, which is not converted" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "told", "code"),
+    [
+        ("AutoModelForCausalLM.from_pretrained('m', torch_dtype=torch.bfloat16)", "dtype=bfloat16: the weights are", 0),
+        ("AutoModelForCausalLM.from_pretrained('m', dtype='float32')", "needed: model_init_kwargs.dtype=float32", 0),
+        ("FastLanguageModel.from_pretrained('m', load_in_4bit=True)", "load_in_4bit=True: the model's weights have", 2),
+        ("AutoModelForCausalLM.from_pretrained('m', quantization_config=q)", "quantization_config=q has no value", 2),
+        ("GRPOConfig(max_steps=9, model_init_kwargs={'torch_dtype': 'auto'})", "kwargs.torch_dtype=auto: the weig", 0),
+    ],
+)
+def test_the_numbers_of_the_weights_are_told(
+    text: str, told: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = text if "GRPOConfig" in text else f"GRPOTrainer({text}, length, GRPOConfig(max_steps=9))"
+    text += "\nr = AutoModelForSequenceClassification.from_pretrained('r', dtype=torch.float16)"
+    _, comments = converted("trl", text, tmp_path / "a.py", capsys, code)
+    assert any(told in line for line in comments), comments
+    assert not any("float16" in line for line in comments if "bfloat16" not in line)
+
+
+@pytest.mark.parametrize(
+    ("given", "precision"),
+    [("bf16=False", "32"), ("bf16=None", "bf16"), ("bf16=False, fp16=True", "bf16"), ("", "bf16")],
+)
+def test_without_bf16_the_numbers_have_32_bits(
+    given: str, precision: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = f"GRPOTrainer('org/model', length, GRPOConfig(max_steps=9, {given}))"
+    overrides, _ = converted("trl", text, tmp_path / "a.py", capsys)
+    expected = {f"trainer.precision={precision}", f"model.megatron_amp_O2={str(precision == 'bf16').lower()}"}
+    assert expected <= set(overrides)
 
 
 @pytest.mark.parametrize("weights", ["[1, 0.5, 0.2]", "weights"])
@@ -208,3 +273,29 @@ def test_weights_that_do_not_fit_the_rewards_are_told(
     text = f"GRPOConfig(max_steps=1, reward_weights={weights})\nGRPOTrainer('m', reward_funcs=[a, b])"
     _, comments = converted("trl", text, tmp_path / "a.py", capsys, code=2)
     assert any(line.endswith("expected a list of 2 numbers, one per reward function") for line in comments)
+
+
+@pytest.mark.parametrize(
+    ("text", "told", "code"),
+    [
+        ('{"gradient_clipping": "auto", "optimizer": {"type": "AdamW"}}', "needed: deepspeed.optimizer.type=AdamW", 0),
+        ('{"gradient_clipping": 1}', "cluster=laptop", 0),  # that of max_grad_norm
+        (
+            '{"gradient_clipping": 0.5}',
+            "trainer.gradient_clip_val: deepspeed.gradient_clipping=0.5, max_grad_norm=1",
+            2,
+        ),
+        ('{"optimizer": {"type": "Lamb"}}', "deepspeed.optimizer.type=Lamb: the optimizer is AdamW here", 2),
+        ('{"scheduler": {"type": "WarmupLR"}}', "deepspeed.scheduler.type=WarmupLR: DeepSpeed's schedule acts", 2),
+        (None, "deepspeed=ds.json: this file is not beside the script and was not read", 0),
+    ],
+)
+@pytest.mark.parametrize("is_named", [True, False])
+def test_the_configuration_of_deepspeed_is_read(
+    text: str | None, told: str, code: int, is_named: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if text is not None:
+        (tmp_path / "ds.json").write_text(text)
+    given = "'ds.json'" if is_named or text is None else text
+    _, comments = converted("trl", f"GRPOConfig(max_steps=9, deepspeed={given})", tmp_path / "a.py", capsys, code)
+    assert any(told in line for line in comments), comments

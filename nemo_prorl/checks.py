@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl.config import ADVISING_RULES, RESET_RULES, ConfigKey, SchedKeys, all_keys, num_data_ranks
 from nemo_prorl.data.hf_config import model_keys, read_config
-from nemo_prorl.data.model_folder import missing_weights
+from nemo_prorl.data.model_folder import missing_weights, no_config
 from nemo_prorl.data.prepared import GENERATORS, reasoning_gym_names
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.own_functions import check_place, is_place
@@ -422,9 +422,10 @@ def pretrained_config(cfg: DictConfig, need_weights: bool) -> dict[str, Any]:
     folder = Path(path)
     if not folder.is_dir():
         reason = "expected a Hugging Face model folder, the name of a model on the hub, or null for random weights"
-        raise _wrong(cfg, key, f"{reason}; {folder.absolute()} does not exist. Fix: the path of such a folder")
+        what = f"{folder.absolute()} does not exist. Fix: the path of such a folder"
+        raise _wrong(cfg, key, no_config(folder) if folder.exists() else f"{reason}; {what}")
     if not (folder / "config.json").is_file():
-        raise _wrong(cfg, key, "expected a Hugging Face model folder; got a folder without config.json")
+        raise _wrong(cfg, key, no_config(folder))
     if need_weights and (fault := missing_weights(folder)):
         raise ConfigError(f"{key}={fault}")
     try:

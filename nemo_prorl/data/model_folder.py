@@ -26,6 +26,19 @@ def model_fault(folder: Path) -> str | None:
     return weights_fault(folder) or tokenizer_fault(folder) or vocabulary_fault(folder) or eos_fault(folder)
 
 
+def no_config(folder: Path) -> str:
+    """Return that a folder has no config.json, what it is instead, and the cure."""
+    if (folder / "adapter_config.json").is_file():
+        found, cure = "an adapter", "merge it into its model (peft: merge_and_unload), and save_pretrained the result"
+    elif (folder / "checkpoints").is_dir() or (folder / "state.json").is_file():
+        found, cure = "a run or checkpoint of this project", f"prorl export-hf {folder} NEW, then NEW"
+    elif inner := sorted(path.parent for path in folder.glob("*/config.json")):
+        found, cure = "a folder of models", str(inner[-1])
+    else:
+        found, cure = "a folder without config.json" if folder.is_dir() else "a file", "the folder of a complete model"
+    return f"expected a Hugging Face model folder; got {found}. Fix: {cure}"
+
+
 class _Tensor(NamedTuple):
     file: Path
     dtype: str
@@ -50,6 +63,8 @@ def weights_fault(folder: Path) -> str | None:
             return f"{file}: expected a whole file in the safetensors format ({error}). Fix: copy it again"
     if not found:
         return None
+    if fault := _index_fault(folder, {file.name for file in folder.glob("*.safetensors")}):
+        return fault
     hf = read_config(folder)
     wanted = tensor_shapes(hf, str(folder / "config.json"))
     more = [name for name in found if name not in wanted and takes_part(name, hf)]
@@ -74,6 +89,17 @@ def weights_fault(folder: Path) -> str | None:
 
 
 _OWN = "config.json and weights of one model, in floating point"
+
+
+def _index_fault(folder: Path, files: set[str]) -> str | None:
+    """Return that other files of weights are there than the index names, or an adapter's."""
+    named = set(_json(folder / "model.safetensors.index.json").get("weight_map", {}).values())
+    if missing := sorted(named - files):
+        return f"{folder}: its index names {missing[0]}, which is missing. Fix: copy this file of the model, too"
+    others = sorted(files - named if named else files & {"adapter_model.safetensors", "consolidated.safetensors"})
+    if others:  # engines read what the index names, others would read all
+        return f"{folder}: {others[0]} is not part of the model beside it. Fix: move this file away"
+    return None
 
 
 def missing_weights(folder: Path) -> str | None:
@@ -121,10 +147,19 @@ def _equal(one: _Tensor, two: _Tensor) -> bool:
 
 
 def tokenizer_fault(folder: Path) -> str | None:
-    """Return which files of a tokenizer a model folder lacks."""
+    """Return which files of a tokenizer a model folder lacks, or that transformers 4 cannot load it."""
     lacks = [] if (folder / "tokenizer_config.json").is_file() else ["no tokenizer_config.json"]
     if not any(True for pattern in _VOCABULARIES for _ in folder.glob(pattern)):
         lacks.append("no vocabulary (tokenizer.json, or vocab.json with merges.txt)")
+    settings = _json(folder / "tokenizer_config.json")
+    newer = None
+    if settings.get("tokenizer_class") == "TokenizersBackend":
+        newer = "tokenizer_class=TokenizersBackend", "tokenizer_class=PreTrainedTokenizerFast"
+    elif isinstance(settings.get("extra_special_tokens"), list):
+        newer = "extra_special_tokens as a list", "rename it additional_special_tokens"
+    if newer:
+        file = folder / "tokenizer_config.json"
+        return f"{file}: {newer[0]} is of transformers 5, and the trainer has transformers 4. Fix: {newer[1]}"
     if not lacks:
         return None
     return (
@@ -147,9 +182,13 @@ def vocabulary_fault(folder: Path) -> str | None:
 
 def eos_fault(folder: Path) -> str | None:
     """Return that a tokenizer has no eos token.  A class with an eos of its own, such as Qwen2Tokenizer, has one."""
-    settings = _tokenizer_settings(folder)
-    is_plain = settings.get("tokenizer_class") == "PreTrainedTokenizerFast"
-    if settings.get("eos_token") or not (is_plain or "eos_token" in settings):
+    settings, ids = _tokenizer_settings(folder), _ids(folder)
+    token, kind = settings.get("eos_token"), settings.get("tokenizer_class")
+    text = token["content"] if isinstance(token, dict) else token
+    if text and ids and text not in ids:
+        cure = "Fix: eos_token in tokenizer_config.json, one of the tokens"
+        return f"{folder}: eos_token={text!r} is not a token of this tokenizer. {cure}"
+    if text or not (kind in ("PreTrainedTokenizer", "PreTrainedTokenizerFast") or "eos_token" in settings):
         return None
     return no_eos(folder)
 

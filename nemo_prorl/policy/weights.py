@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from nemo_prorl.data.hf_config import check_computed, read_config
+from nemo_prorl.data.hf_config import check_computed, read_config, rope_settings, rope_theta
 from nemo_prorl.data.model_folder import missing_weights, weights_fault
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.files import new_folder, write_json
@@ -237,14 +237,22 @@ def write_hf_folder(folder: Path, tensors: Iterator[tuple[str, Tensor]], like: P
     Args:
         like: folder from which config and tokenizer are copied.
         dtype: all tensors are converted to it, and config.json names it; None: each keeps its dtype.
+
+    A rotary base that is only in rope_parameters (transformers 5) is written as rope_theta, too.
     """
     config = read_config(like)
     layers = config["num_hidden_layers"]
     with new_folder(folder) as temporary:
         copy_without_weights(like, temporary)
+        changed: dict[str, Any] = {}
         if dtype not in (None, dtype_of(config)):
-            key = "dtype" if "dtype" in config else "torch_dtype"
-            write_json(temporary / "config.json", {**config, key: str(dtype).removeprefix("torch.")})
+            changed["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
+        if config.get("rope_theta") is None and (theta := rope_theta(config)) is not None:
+            changed["rope_theta"] = theta  # transformers 4 ignores rope_parameters
+            rope = rope_settings(config)
+            changed |= {"rope_scaling": rope} if rope.get("rope_type", "default") != "default" else {}
+        if changed:
+            write_json(temporary / "config.json", config | changed)
         _write_safetensors(temporary / "model.safetensors", tensors, dtype, room=_HEADER_BYTES * (layers + 1))
 
 

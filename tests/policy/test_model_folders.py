@@ -56,6 +56,30 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda model: change_config(model, vocab_size=None),
         "(?<!interpolation: )/[^ ]*: vocab_size=null: expected a whole number of at least 1",
     ),
+    "another class": (
+        lambda model: change_tokenizer(model, tokenizer_class="TokenizersBackend"),
+        "tokenizer_class=TokenizersBackend is of transformers 5, .* tokenizer_class=PreTrainedTokenizerFast",
+    ),
+    "a list of tokens": (
+        lambda model: change_tokenizer(model, extra_special_tokens=["<bos>"]),
+        "extra_special_tokens as a list is of transformers 5, .* rename it additional_special_tokens",
+    ),
+    "an eos that is no token": (
+        lambda model: change_tokenizer(model, eos_token="</s>"),
+        "eos_token='</s>' is not a token of this tokenizer. Fix: eos_token in tokenizer_config.json",
+    ),
+    "two copies": (
+        lambda model: index(model, "model-00001-of-00001.safetensors", keep=True),
+        "model.safetensors is not part of the model beside it. Fix: move this file away",
+    ),
+    "a missing shard": (
+        lambda model: index(model, "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),
+        "its index names model-00002-of-00002.safetensors, which is missing. Fix: copy this file",
+    ),
+    "an adapter": (
+        lambda model: shutil.copyfile(model / "model.safetensors", model / "adapter_model.safetensors"),
+        "adapter_model.safetensors is not part of the model beside it. Fix: move this file away",
+    ),
     "no eos": (
         lambda model: change_tokenizer(model, eos_token=None),
         "the tokenizer does not have an eos token.* set eos_token in tokenizer_config.json",
@@ -85,6 +109,15 @@ def change_tokenizer(model: Path, **changes: Any) -> None:
     file = model / "tokenizer_config.json"
     (model / "special_tokens_map.json").unlink(missing_ok=True)
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def index(model: Path, file: str, *more: str, keep: bool = False) -> None:
+    """Give a model an index, as of a model in several files, of which `file` has all tensors."""
+    shutil.copyfile(model / "model.safetensors", model / file)
+    names = {str(number): name for number, name in enumerate([file, *more])}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    if not keep:
+        (model / "model.safetensors").unlink()
 
 
 def tie(model: Path, more: float = 0) -> None:
@@ -242,3 +275,37 @@ def test_another_end_token_in_config_json_is_a_caution(tmp_path: Path, caplog: p
     change_config(model, eos_token_id=7)
     assert cli.main(words) == 0
     assert f"{model}: the tokenizer's eos is 2; config.json has eos_token_id=7. A run ends" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("file", "told"),
+    [
+        ("adapter_config.json", "got an adapter. Fix: merge it into its model"),
+        ("state.json", "got a run or checkpoint of this project. Fix: prorl export-hf"),
+        ("checkpoint-5/config.json", "got a folder of models. Fix: .*/checkpoint-5"),
+        ("README.md", "got a folder without config.json. Fix: the folder of a complete model"),
+    ],
+)
+def test_a_folder_without_config_json_is_told_as_what_it_is(
+    file: str, told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "model" / file).parent.mkdir(parents=True)
+    (tmp_path / "model" / file).write_text("{}")
+    assert (
+        cli.main(["plan", f"run_dir={tmp_path}/run", f"pretrained_checkpoint.restore_from_path={tmp_path}/model"]) == 2
+    )
+    assert re.search(told, caplog.text)
+    caplog.clear()
+    inner = f"{tmp_path}/model/{file}"
+    assert cli.main(["plan", f"run_dir={tmp_path}/run", f"pretrained_checkpoint.restore_from_path={inner}"]) == 2
+    assert "got a file. Fix: the folder of a complete model" in caplog.text
+
+
+def test_an_exported_rotary_base_is_read_by_transformers_4_and_5(tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1000000.0}
+    model = write_model(tmp_path / "model", {key: value for key, value in QWEN2.items() if key != "rope_theta"})
+    change_config(model, rope_parameters=rope)
+    import_hf(model, tmp_path / "imported")
+    export_hf(tmp_path / "imported", tmp_path / "exported")
+    config = json.loads((tmp_path / "exported" / "config.json").read_text())
+    assert (config["rope_theta"], config["rope_parameters"], config.get("rope_scaling")) == (1000000.0, rope, None)

@@ -13,7 +13,7 @@ def verl_program(made: Converted) -> None:
         )
     prompts, drawn = made.overrides.get(PROMPTS), made.rest.get("data.gen_batch_size")
     if made.overrides.get(enabled) is False and "gen_batch_size" in made.unknown.get(draws, ""):
-        made.unknown[PROMPTS] = made.unknown.pop(draws)
+        made.unknown[PROMPTS] = made.unknown[draws]
     elif made.overrides.get(enabled) is False and prompts and drawn and drawn != prompts:
         made.overrides[PROMPTS] = drawn
         why = f"where a step trains on all prompts of data.gen_batch_size={drawn}, without filter_groups"

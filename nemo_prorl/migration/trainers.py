@@ -47,7 +47,7 @@ from nemo_prorl.migration.schedules import (
     verl_schedule,
 )
 from nemo_prorl.migration.trl import trl
-from nemo_prorl.migration.verl_program import verl_lengths, verl_program
+from nemo_prorl.migration.verl_program import verl_lengths, verl_one_step_off, verl_program
 
 _ROLLOUT_CORRECTION, _BETAS = "algorithm.rollout_correction", [0.9, 0.999]
 # Data with rewards of 1 and -1, and those with 1 and 0, in verl/utils/reward_score/__init__.py.
@@ -80,13 +80,13 @@ def _verl(made: Converted) -> None:
     if prompts is not None and group is not None:
         set_updates(made, prompts * group, "ppo_mini_batch_size")
     _verl_sampling(made)
-    if made.take(f"{_ROLLOUT_CORRECTION}.bypass_mode"):
+    is_ahead = "one_step_off" in made.entry  # whose one_step_off_ppo_trainer.yaml has bypass_mode
+    if made.take(f"{_ROLLOUT_CORRECTION}.bypass_mode", is_ahead):
         _verl_bypass(made, is_fsdp)
     else:
         _verl_correction(made)
-        if "one_step_off" in made.entry and made.overrides.get(f"{CORRECTION}.kind") == "none":
-            why = "rollout_is=null with bypass_mode=false: none is refused here one step off; tis is what comes nearest"
-            made.unknown[f"{CORRECTION}.kind"] = why
+    if is_ahead:
+        verl_one_step_off(made)
     _verl_rewards(made)
     set_validation(made, 1, 0, 1)  # the defaults of val_kwargs
     _verl_layout(made, backend == "megatron")
@@ -212,9 +212,6 @@ def _verl_sampling(made: Converted) -> None:
             text = "the same is set; if the script's own rewards are not 1 and 0, divide it by their distance"
         made.differs += [] if span == 1 else [f"overlong_buffer_cfg.penalty_factor={penalty}: {text}"]
         set_overlong(made, "overlong_buffer_cfg.max_resp_len", tokens, share, most)
-    if made.overrides.get(f"{SAMPLING}.enabled") and "main_dapo" not in made.entry:
-        text = "main_dapo draws more prompts, verl.trainer.main_ppo ignores it"
-        made.differs.append(f"algorithm.filter_groups.enable: {text}: then set {SAMPLING}.enabled=false")
     if made.overrides.get(PROMPTS) == 0 or "fully_async" in made.entry:
         text = "its prompts are trigger_parameter_sync_step * require_batches * ppo_mini_batch_size; nearest is their"
         text += " product, with cluster=h100_4x8_split and trainer.grpo.old_logp=engine"
@@ -269,9 +266,6 @@ def _verl_bypass(made: Converted, is_fsdp: bool) -> None:
     if is_fsdp and made.overrides.get(UPDATES) == 1:  # dp_actor.py, on_policy
         why = "where a step's only update takes the actor's own log-probabilities as the old ones"
         tell_unused(made, {f"{own}bypass_mode": True, f"{own}loss_type": loss, **given}, why)
-        if "one_step_off" in made.entry:
-            made.overrides[f"{GRPO}.old_logp"] = "engine"
-            made.differs.append(f"one step off, {why}, ratios are 1 there; here they are to the engine's probabilities")
         return
     made.overrides[f"{GRPO}.old_logp"] = "engine"
     if given[keys[1]] is not None:

@@ -294,7 +294,7 @@ def test_all_numbers_of_steps_of_trl_are_divided(tmp_path: Path, capsys: pytest.
         (
             "verl",
             "a.sh",
-            "python3 -m verl.trainer.main_ppo data.train_max_samples=99 trainer.total_epochs=2 data.gen_batch_size=12"
+            "python3 -m recipe.dapo.main_dapo data.train_max_samples=99 trainer.total_epochs=2 data.gen_batch_size=12"
             " data.train_batch_size=4 algorithm.filter_groups.enable=True",
             "trainer.total_epochs=2: 2 * min(data.train_max_samples=99, prompts of the training data) / 12 steps, which"
             " also decide the schedule of the learning rate; the run there ends earlier",

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
             f" ({', '.join(keys[:3])}). Fix: prorl convert {other} {shlex.quote(str(args.file))}"
         )
     made = convert(args.trainer, given)
-    if len(made.left) + len(made.misspelt) == len(given):
+    if len(made.left) + len(made.misspelt) == len(made.given):
         raise ConfigError(f"{args.file}: expected settings of {TITLES[args.trainer]}; got only unknown settings")
     sys.stdout.write(text(made, TITLES[args.trainer]))
     return 2 if made.unknown or made.misspelt else 0

@@ -31,6 +31,7 @@ class Converted:
         given: keys that the file has; the others in `rest` are defaults.
         drawn: prompts of the data that the other trainer takes for a step; None: `prompts_per_step`.
         most: what limits the prompts of the data, as KEY=VALUE; None if nothing does.
+        entry: the program that a script starts, such as `verl.trainer.main_ppo`; empty if it is not known.
     """
 
     rest: dict[str, Any]
@@ -44,6 +45,7 @@ class Converted:
     given: frozenset[str] = frozenset()
     drawn: float | None = None
     most: str | None = None
+    entry: str = ""
 
     def take(self, key: str, default: Any = None) -> Any:
         """Return the value of a setting of the other trainer, and remove the setting from `rest`."""

@@ -12,12 +12,19 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.migration.python import of_python
-from nemo_prorl.migration.shell import LAUNCH, UNREAD, Command, Expression, Script, without_marks
+from nemo_prorl.migration.shell import ENTRY, LAUNCH, UNREAD, Command, Expression, Script, without_marks
 
 _OF_TRL = {"single_gpu": 1} | dict.fromkeys(("multi_gpu", "zero1", "zero2", "zero3", "fsdp1", "fsdp2"), 8)
 _VERL = "ppo_trainer", "_self_"  # the defaults of the table
-_IN_VERL = re.compile(r"(\./|verl/trainer/)?config/ppo_(megatron_)?trainer\.yaml")  # both have those of the table
+# These have the values of the table; `verl_program` sets what else those of a step off have.
+_IN_VERL = re.compile(r"(\./|verl/trainer/)?config/((one_step_off_)?ppo_(megatron_)?trainer)\.yaml")
 _IS_TRL = re.compile(r"(?s)GRPOConfig|\b(from|import) trl\b.*?\b(?!GRPOTrainer)[A-Z]\w*Trainer\b")
+_TRAINS = {  # in the name of a program that is no RL trainer
+    "sft": "by supervised fine-tuning",
+    "dpo|kto|orpo|cpo|bco": "on preferences",
+    "(train|run)_rm|reward_modeling|prm": "a reward model",
+    "distillation|gkd": "by distillation",
+}
 _ALONE = "_override_"  # true in a section of NeMo-RL leaves out that of the base
 SCRIPT = "script"  # key with the name of a Python file that was not found
 BASE = "defaults"  # key with the names of files that a YAML file of NeMo-RL is based on, and that are missing
@@ -32,7 +39,7 @@ def read(path: Path) -> dict[str, Any]:
             found = dict(_leaves(_tree(path)))
         else:
             text = path.read_text(encoding="utf-8")
-            found = dict(of_python(text)) if path.suffix == ".py" else _of_script(text, path.parent)
+            found = dict(of_python(text)) if path.suffix == ".py" else _of_script(text, path)
         if isinstance(name := found.get("deepspeed"), str) and (beside := _Files({}, path.parent).path(name)):
             found |= dict(_leaves({"deepspeed": _tree(beside)}))
             del found["deepspeed"]
@@ -42,7 +49,7 @@ def read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {error}") from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError, SyntaxError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
-    if not found:
+    if not found.keys() - {ENTRY}:
         raise ConfigError(
             f"{path}: expected a configuration: YAML, JSON, a shell script with the command of the trainer, or Python"
             " with a GRPOConfig(...); got a file without any setting"
@@ -122,17 +129,33 @@ def _leaves(tree: dict[str, Any], over: Mapping[str, Any] | None = None) -> Iter
     yield from below(whole, "")
 
 
-def _of_script(text: str, folder: Path) -> dict[str, Any]:
+def _of_script(text: str, path: Path) -> dict[str, Any]:
     """Return the settings of a shell script's commands, and of the files that these name.
 
-    A key to which two commands give different values has none.
+    A key to which two commands give different values has none.  Commands of other trainings count only if no other
+    is left: they raise ConfigError.
     """
-    script, found = Script(text), dict[str, Any]()
+    script, found, entries, others = Script(text), dict[str, Any](), list[str](), list[str]()
     for command in script.commands():
-        for key, value in _of_command(command, script.files, folder).items():
+        if other := _other_training(command, _Files(script.files, path.parent)):
+            others.append(f"{command.entry} trains {other}")
+            continue
+        settings = _of_command(command, script.files, path.parent)
+        entries += [command.entry] if command.entry and settings else []
+        for key, value in settings.items():
             differs = key in found and found[key] != value
             found[key] = Expression(f"{found[key]} or {value} (of two commands)") if differs else value
-    return found
+    if others and not found:
+        raise ConfigError(f"{others[0]}; expected the command of an RL trainer, which rewards responses")
+    return found | ({ENTRY: entries} if entries else {})
+
+
+def _other_training(command: Command, files: "_Files") -> str | None:
+    """Return what a command trains that is no RL trainer, by the name of its program; None for any other."""
+    name = re.sub(r"\.py$", "", str(command.entry)).replace("/", ".").rsplit(".", 1)[-1]
+    is_read = command.script is not None and "GRPOConfig" in (files.text(command.script) or "")
+    found = [what for part, what in _TRAINS.items() if re.search(rf"(?<![a-z])({part})(?![a-z])", name)]
+    return found[0] if found and not is_read and not re.search("ppo|grpo", name) else None
 
 
 def _of_command(command: Command, written: Mapping[str, str], folder: Path) -> dict[str, Any]:
@@ -200,8 +223,8 @@ class _Files(NamedTuple):
         if text is None:
             if name.endswith(TABLE_BASE):
                 return {BASE: [str(name)]}
-            if _IN_VERL.fullmatch(name):
-                return {}
+            if match := _IN_VERL.fullmatch(name):
+                return {"config_name": match[2]}
             return {f"{UNREAD}{name}": "this file is missing: put it where the script names it, and convert again"}
         folder = (self.path(name) or self.folder / name).parent
         found = dict(_leaves(_based(yaml.safe_load(text), folder), over))

@@ -1,6 +1,7 @@
 """The names that other trainers give to this project's keys."""
 
 import functools
+import re
 from collections import Counter
 from collections.abc import Iterable
 from importlib.resources import files
@@ -9,6 +10,11 @@ from typing import Any
 import yaml
 
 TITLES = {"trl": "TRL", "verl": "verl", "nemo_rl": "NeMo-RL", "openrlhf": "OpenRLHF"}
+_ENTRIES = {  # programs that the tables and rules are of; the first has no rule of its own
+    "verl": ["verl.trainer.main_ppo", "recipe.dapo.main_dapo", r"\w+.one_step_off_policy.(async_)?main_ppo"]
+    + [r"\w+.fully_async_policy.fully_async_main"],
+    "openrlhf": ["openrlhf.cli.train_ppo_ray"],
+}
 _MORE = {  # short and common forms
     "lr": "model.optim.lr",
     "batch_size": "trainer.grpo.prompts_per_step",
@@ -45,6 +51,16 @@ def table(trainer: str) -> dict[str, Any]:
     """Return the table of a trainer: its file, with `aliases` and `decides` empty if the file has none."""
     found: dict[str, Any] = yaml.safe_load((files(__package__) / f"{trainer}.yaml").read_text(encoding="utf-8"))
     return {"aliases": {}, "decides": [], **found}
+
+
+def entry(trainer: str, started: Iterable[str]) -> tuple[str, str]:
+    """Return the program that a script starts, as a module, and why the user must look at it; empty if not."""
+    usual = _ENTRIES.get(trainer, [])
+    names = {re.sub(r"\.py$", "", str(one)).replace("/", ".").lstrip(".") for one in started if usual}
+    names = {one for one in names if trainer == "verl" or f"{trainer}." in one}
+    found = {one for one in names if re.fullmatch(rf"(\S*\.)?({'|'.join(usual)})", one)}
+    why = f"what this program sets or does otherwise than {usual[0]} was not read" if names and len(found) != 1 else ""
+    return " or ".join(sorted(found or names)), why
 
 
 @functools.cache

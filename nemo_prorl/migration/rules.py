@@ -37,8 +37,8 @@ from nemo_prorl.migration.converted import (
 )
 from nemo_prorl.migration.defaults import defaults, source
 from nemo_prorl.migration.files import SCRIPT
-from nemo_prorl.migration.names import known, meant, table
-from nemo_prorl.migration.shell import PASSED_ON, UNREAD, Absent, Expression
+from nemo_prorl.migration.names import entry, known, meant, table
+from nemo_prorl.migration.shell import ENTRY, PASSED_ON, UNREAD, Absent, Expression
 from nemo_prorl.migration.trainers import RULES
 
 _LIMIT = {"model.micro_batch_tokens": 16384, "rollout.max_batched_tokens": 16384}  # of cluster=h100_4x8
@@ -73,13 +73,14 @@ def convert(trainer: str, given: Mapping[str, Any]) -> Converted:
         given: {dotted key: value} of that trainer's configuration.
     """
     tables = table(trainer)
-    named = {tables["aliases"].get(key, key): _plain(value) for key, value in given.items()}
+    named = {tables["aliases"].get(key, key): _plain(value) for key, value in given.items() if key != ENTRY}
     for key, value in named.items():
         if not _fits(value, tables["defaults"].get(key)):
             raise ConfigError(f"{key}={value!r}: expected a value such as the default, {tables['defaults'][key]!r}")
     rest = {**defaults(trainer, named), **named}
-    unread = _unread(rest, trainer)
-    made = Converted(rest=rest, unknown=unread, given=frozenset(named))
+    program, why = entry(trainer, given.get(ENTRY, []))
+    unread = _unread(rest, trainer) | ({program: why} if why else {})
+    made = Converted(rest=rest, unknown=unread, given=frozenset(named), entry=program)
     for theirs, ours in (tables["derived"] | tables["keys"]).items():
         if isinstance(made.rest.get(theirs), Expression):
             earlier = f"{made.unknown[ours]}; " if ours in made.unknown else ""
@@ -245,6 +246,8 @@ def _devices(made: Converted) -> None:
     if devices in overrides:
         overrides.setdefault(nodes, 1)  # the default of the other trainers
     elif nodes not in overrides and overrides.get(tensor_parallel, 1) == 1:
+        return
+    if overrides.get("rollout.own_devices"):  # a rule has set the engines
         return
     if isinstance(each := overrides.get(devices), int) and each > _GPUS_PER_NODE:
         overrides["launch.gpus_per_node"] = each

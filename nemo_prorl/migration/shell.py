@@ -15,6 +15,7 @@ import yaml
 _UNKNOWN = "\ue000"
 UNREAD = "?"  # begins the key of something that was not read; the value says what the user should do
 _ARGUMENTS = re.compile(r'"\$([@*]|\{[@*][^}"]*\})"')  # of the script itself, in quotation marks
+ENTRY = "entry"  # key with the modules and files that the script starts
 PASSED_ON = "passed_on"  # key of the arguments of the script itself, which only its caller knows
 _PASSED_ON = f" --{PASSED_ON} "
 _COMMENT = re.compile(r"^\s*#.*\n", re.M)
@@ -67,12 +68,14 @@ class Command(NamedTuple):
         launcher: (key, value) of the program that starts it, such as `accelerate launch`.
         settings: (key, value) of each `key=value` and `--key value`.
         text: the Python program that a here-document of the script gives to it, or None.
+        entry: the module or the Python file that it starts, or None.
     """
 
     script: str | None
     launcher: list[tuple[str, Any]]
     settings: list[tuple[str, Any]]
     text: str | None = None
+    entry: str | None = None
 
 
 class _Branch(NamedTuple):
@@ -201,7 +204,7 @@ class Script:
         elif program in ("bash", "sh") and document:
             yield from self._of_lines(_lines(document))
         elif program == "trl" and words[1:2] != ["grpo"]:
-            return
+            yield Command(None, [], [], entry=" ".join(words[:2]))
         elif words and program not in _OTHERS and (found := _command(words, document)) is not None:
             yield found
 
@@ -323,11 +326,13 @@ def _command(words: list[str], document: str | None) -> Command | None:
         return Command(None, [], settings) if is_trainer else None
     is_module = start in modules
     launcher = [pair for pair in _of_words(words[:start]) if pair[0] in LAUNCH]
-    if re.search(r"vllm|prepare|download|preprocess", words[start + is_module]):
+    if re.search(r"vllm|prepare|download|preprocess|^tests/", words[start + is_module]):
         return None
     script = words[start] if start in files else None
+    entry = words[start + is_module] if is_module or script else None
     is_read = document is not None and start in pythons and not is_module
-    return Command(script, launcher, list(_of_words(words[start + 1 + is_module :])), document if is_read else None)
+    settings = list(_of_words(words[start + 1 + is_module :]))
+    return Command(script, launcher, settings, document if is_read else None, without_marks(entry))
 
 
 def _commands(text: str, known: dict[str, str], arrays: dict[str, list[str]], is_certain: bool) -> list[list[str]]:

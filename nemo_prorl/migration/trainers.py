@@ -47,6 +47,7 @@ from nemo_prorl.migration.schedules import (
     verl_schedule,
 )
 from nemo_prorl.migration.trl import trl
+from nemo_prorl.migration.verl_program import verl_lengths, verl_one_step_off, verl_program
 
 _ROLLOUT_CORRECTION, _BETAS = "algorithm.rollout_correction", [0.9, 0.999]
 # Data with rewards of 1 and -1, and those with 1 and 0, in verl/utils/reward_score/__init__.py.
@@ -62,23 +63,30 @@ def _verl(made: Converted) -> None:
         made.notes.append(
             f"clip_ratio={both} has no effect there, because clip_ratio_low and clip_ratio_high have values"
         )
-    if not re.fullmatch(r"(ppo|dapo)(_megatron)?_trainer(\.yaml)?", str(name := take("config_name", "ppo_trainer"))):
+    name = str(take("config_name", "ppo_trainer"))
+    if not re.fullmatch(r"(one_step_off_|fully_async_)?(ppo|dapo)(_megatron)?_trainer(\.yaml)?", name):
         made.unknown[f"config_name={name}"] = "what only this file sets was not read; the defaults are ppo_trainer's"
     backend = _verl_backend(made, actor, name)
     is_fsdp = backend == "fsdp" and made.rest.get("trainer.use_legacy_worker_impl") != "disable"
     _verl_optimizer(made, f"{actor}.optim", backend == "megatron", is_fsdp)
     verl_schedule(made)
     _verl_advantage(made)
+    in_loss = made.rest.get(f"{actor}.use_kl_loss")
     _verl_kl(made, actor)
-    _verl_loss(made, actor)
+    _verl_loss(made, actor, [key for key in (KL, ENTROPY) if made.overrides.get(key) and (in_loss or key != KL)])
+    verl_program(made)
+    verl_lengths(made)
     prompts, group = take(f"{actor}.ppo_mini_batch_size"), made.overrides.get(GROUP)
     if prompts is not None and group is not None:
         set_updates(made, prompts * group, "ppo_mini_batch_size")
     _verl_sampling(made)
-    if made.take(f"{_ROLLOUT_CORRECTION}.bypass_mode"):
+    is_ahead = "one_step_off" in made.entry  # whose one_step_off_ppo_trainer.yaml has bypass_mode
+    if made.take(f"{_ROLLOUT_CORRECTION}.bypass_mode", is_ahead):
         _verl_bypass(made, is_fsdp)
     else:
         _verl_correction(made)
+    if is_ahead:
+        verl_one_step_off(made)
     _verl_rewards(made)
     set_validation(made, 1, 0, 1)  # the defaults of val_kwargs
     _verl_layout(made, backend == "megatron")
@@ -135,7 +143,9 @@ def _verl_advantage(made: Converted) -> None:
         made.differs.append(f"algorithm.adv_estimator={kind} without a std: {text}")
 
 
-def _verl_loss(made: Converted, actor: str) -> None:
+def _verl_loss(made: Converted, actor: str, terms: list[str]) -> None:
+    """Set the loss and its mean; `terms`: the coefficients of what `loss_agg_mode` averages beside the surrogate."""
+    is_global = made.rest.get("trainer.use_legacy_worker_impl") == "disable"
     kind, mode = made.take(f"{actor}.policy_loss.loss_mode"), made.take(f"{actor}.loss_agg_mode")
     losses = {"vanilla": "clip", "gspo": "gspo", "cispo": "cispo"}
     made.choose(LOSS, f"{actor}.policy_loss.loss_mode", kind, losses, "clip")
@@ -144,13 +154,19 @@ def _verl_loss(made: Converted, actor: str) -> None:
         made.overrides[DUAL_CLIP] = None  # clip_ratio_c has no effect there
     if kind in ("gspo", "sapo", "geo_mean") and mode != "seq-mean-token-mean":
         text = f"{actor}.loss_agg_mode={mode} has no effect there with loss_mode={kind}, which averages responses"
-        made.notes.append(text)
+        if terms:
+            text += f", but for {' and '.join(terms)}, which average responses here"
+        (made.differs if terms else made.notes).append(text)
         mode = "seq-mean-token-mean"
-    if mode == "token-mean":
+    if mode == "token-mean" and not is_global:
         mode = _mean_of_micro_batches(made, actor)
     modes = {"token-mean": "token", "seq-mean-token-mean": "sequence", "seq-mean-token-sum-norm": "constant"}
     made.choose(AGGREGATION, "loss_agg_mode", mode, modes, "constant")
     factor = made.take(f"{actor}.loss_scale_factor")
+    if factor is not None and not (is_global and mode == "seq-mean-token-sum-norm"):
+        need = "loss_agg_mode=seq-mean-token-sum-norm and trainer.use_legacy_worker_impl=disable"
+        made.notes.append(f"loss_scale_factor={factor} has no effect there without {need}")
+        factor = None
     if mode == "seq-mean-token-sum":
         made.differs.append(
             f"loss_agg_mode={mode}: a response's sum is not divided there, by {CONTEXT} here, and so are its gradients:"
@@ -161,13 +177,12 @@ def _verl_loss(made: Converted, actor: str) -> None:
     if mode == "seq-mean-token-sum-norm":
         size = made.overrides.get("model.micro_batch_size", "ppo_micro_batch_size_per_gpu")
         varies = made.rest.get(f"{actor}.use_dynamic_bsz")
+        number = "a response's is their number, which use_dynamic_bsz changes" if varies else f"their number, {size}"
+        batch, number = ("update on a data-parallel rank", "their number") if is_global else ("micro-batch", number)
         made.differs.append(
-            f"loss_agg_mode={mode}: the responses of a micro-batch are added there, not averaged, so the loss with its"
-            " KL term has one more factor: "
-            + ("a response's is their number, which use_dynamic_bsz changes" if varies else f"their number, {size}")
+            f"loss_agg_mode={mode}: the responses of a{'n' * is_global} {batch} are added there, not averaged, so the"
+            f" loss with its KL term has one more factor: {number}"
         )
-    if factor is not None and mode != "seq-mean-token-sum-norm":
-        made.notes.append(f"loss_scale_factor={factor} has no effect there with loss_agg_mode={mode}")
 
 
 def _mean_of_micro_batches(made: Converted, actor: str) -> str:
@@ -197,13 +212,10 @@ def _verl_sampling(made: Converted) -> None:
             text = "the same is set; if the script's own rewards are not 1 and 0, divide it by their distance"
         made.differs += [] if span == 1 else [f"overlong_buffer_cfg.penalty_factor={penalty}: {text}"]
         set_overlong(made, "overlong_buffer_cfg.max_resp_len", tokens, share, most)
-    if made.overrides.get(f"{SAMPLING}.enabled"):
-        text = "main_dapo draws more prompts, verl.trainer.main_ppo ignores it"
-        made.differs.append(f"algorithm.filter_groups.enable: {text}: then set {SAMPLING}.enabled=false")
-    if made.overrides.get(PROMPTS) == 0:
+    if made.overrides.get(PROMPTS) == 0 or "fully_async" in made.entry:
         text = "its prompts are trigger_parameter_sync_step * require_batches * ppo_mini_batch_size; nearest is their"
         text += " product, with cluster=h100_4x8_split and trainer.grpo.old_logp=engine"
-        made.unknown[PROMPTS] = f"data.train_batch_size=0, of fully_async_policy: {text}"
+        made.unknown[PROMPTS] = f"data.train_batch_size={made.overrides.get(PROMPTS)}, of fully_async_policy: {text}"
     drawn, batches = take("data.gen_batch_size"), take("algorithm.filter_groups.max_num_gen_batches")
     made.drawn = drawn
     if (prompts := made.overrides.get(PROMPTS)) and f"{SAMPLING}.max_draw_factor" not in made.unknown:

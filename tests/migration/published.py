@@ -77,7 +77,8 @@ def write(example: dict[str, Any], folder: Path, form: str | None = None) -> Pat
     words = {key: shlex.quote(_text(value)) for key, value in found.items()} | example.get("written", {})
     lines = ["set -x", *(f"{name}={value}" for name, value in example.get("variables", {}).items())]
     if trainer == "verl":
-        command = ["python3 -m verl.trainer.main_ppo", *(f"{key}={word}" for key, word in words.items())]
+        module = "recipe.dapo.main_dapo" if "recipe" in example["repository"] else "verl.trainer.main_ppo"
+        command = [f"python3 -m {module}", *(f"{key}={word}" for key, word in words.items())]
     else:
         flags = {key: "" if found[key] is True else word.strip("'[]").replace(",", "") for key, word in words.items()}
         command = ["python3 -m openrlhf.cli.train_ppo_ray", *(f"--{key} {word}".strip() for key, word in flags.items())]

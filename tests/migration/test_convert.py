@@ -396,7 +396,7 @@ def test_no_setting_of_verl_vanishes(tmp_path: Path, capsys: pytest.CaptureFixtu
     text = VERL_SCRIPT.replace("custom_reward_function.path=my_reward.py", more).replace("wandb", "swanlab")
     text = text.replace("trainer.nnodes=1", "").replace("=sglang", "=vllm")
     overrides, comments = converted("verl", text, tmp_path / "run.sh", capsys)
-    assert {"trainer.grpo.dynamic_sampling.enabled=true", "trainer.num_nodes=1"} <= set(overrides)
+    assert {"trainer.grpo.dynamic_sampling.enabled=false", "trainer.num_nodes=1"} <= set(overrides)
     assert "  trainer.logger=['swanlab']" in comments
     assert any("no override needed" in line and "rollout.name=vllm" in line for line in comments)
 

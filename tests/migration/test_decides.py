@@ -166,6 +166,8 @@ def test_an_overlong_penalty_is_that_of_the_words(
 OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg."
 OVERLONG = f"data.max_response_length=4096 {OVERLONG}enable=True {OVERLONG}len=1024 {OVERLONG}penalty_factor=1.0"
 BYPASS = "algorithm.rollout_correction.bypass_mode=True algorithm.rollout_correction."
+GSPO, NORM = f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"
+GLOBAL = "trainer.use_legacy_worker_impl=disable"
 TWO, OPTIM = "data.train_batch_size=512", f"{ACTOR}.optim"  # two updates of 256
 CLIP, SHAPING = "trainer.gradient_clip_val", f"{GRPO}.shaping.overlong"
 GSM8K, DAPO = (
@@ -226,7 +228,36 @@ GSM8K, DAPO = (
         (f"{ACTOR}.megatron.expert_model_parallel_size=8", [], "no run has a mixture of experts here", 2),
         ("data.image_key=images", [], "prompts with images are not read here", 0),
         ("data.train_batch_size=0", [], f"{GRPO}.prompts_per_step: data.train_batch_size=0, of fully_async_policy", 2),
-        ("algorithm.filter_groups.enable=True", [], "verl.trainer.main_ppo ignores it: then set", 0),
+        ("actor_rollout_ref.model.lora.rank=8", [], "lora.rank=8: all weights are trained here", 2),
+        ("actor_rollout_ref.model.lora_adapter_path=a", [], "lora_adapter_path=a: all weights are trained here", 2),
+        ("trainer.critic_warmup=5", [], "critic_warmup=5: no step before this one updates the actor there", 2),
+        ("trainer.critic_warmup=1", [], "no override needed: trainer.critic_warmup=1", 0),
+        (
+            "data.gen_batch_size=1536 data.train_batch_size=512",
+            [f"{GRPO}.prompts_per_step=1536", f"{GRPO}.updates_per_step=6"],
+            "train_batch_size=512 has no effect there, where a step trains on all prompts of data.gen_batch_size=1536",
+            0,
+        ),
+        ("data.gen_batch_size=$MORE", [], f"{GRPO}.prompts_per_step: data.gen_batch_size=$MORE has no value here", 2),
+        (
+            "actor_rollout_ref.rollout.response_length=256 data.max_response_length=1024",
+            [f"{GRPO}.max_response_tokens=256", f"{GRPO}.context_tokens=768"],
+            "data.max_response_length=1024 has no effect there, where rollout.response_length=256 cuts responses",
+            0,
+        ),
+        ("actor_rollout_ref.rollout.max_model_len=900", [f"{GRPO}.context_tokens=900"], None, 0),
+        ("actor_rollout_ref.rollout.max_model_len=1024", [f"{GRPO}.context_tokens=1024"], "rollout.max_model_len=", 0),
+        (f"{GSPO} {ACTOR}.use_kl_loss=True", [], f"averages responses, but for {GRPO}.kl_coef, which average", 0),
+        (f"{GSPO} {ACTOR}.entropy_coeff=0.1", [], f"averages responses, but for {GRPO}.entropy_coef, which", 0),
+        (f"{GSPO} algorithm.use_kl_in_reward=True", [], "with loss_mode=gspo, which averages responses\n", 0),
+        (f"{ACTOR}.loss_scale_factor=4 {NORM}", [], "divided by data.max_response_length there", 0),
+        (
+            f"{ACTOR}.loss_scale_factor=4 {NORM}",
+            [],
+            "loss_scale_factor=4 has no effect there without loss_agg_mode=",
+            0,
+        ),
+        (f"{NORM} {GLOBAL}", [], "the responses of an update on a data-parallel rank are added there", 0),
     ],
 )
 def test_numbers_of_verl_are_those_of_its_source(
@@ -235,6 +266,13 @@ def test_numbers_of_verl_are_those_of_its_source(
     overrides, comments = of(f"{VERL} {words}", tmp_path, capsys, code)
     assert set(expected) <= overrides
     assert "penalty_factor" not in comments and "without a std" not in comments if told is None else told in comments
+
+
+def test_a_mean_over_the_update_is_that_of_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = f"{VERL}{GLOBAL} {ACTOR}.ppo_micro_batch_size_per_gpu=1"
+    overrides, comments = of(text, tmp_path, capsys)
+    assert f"{GRPO}.aggregation=token" in overrides
+    assert "token-mean" not in comments
 
 
 def test_what_is_as_here_is_not_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_prorl import cli
+from nemo_prorl import cli, settings
+from tests import paper_model
 from tests.migration.test_convert import GRPO, converted, refused
 
 YAML = "model_name_or_path: org/m\nlearning_rate: 3e-6\nbeta: 0.2\nmax_steps: 5\nper_device_train_batch_size: 8\n"
@@ -163,7 +164,7 @@ def test_what_only_one_of_several_values_says_is_not_known(tmp_path: Path, capsy
         (
             "verl",
             "VERL actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm"
-            " actor_rollout_ref.actor.loss_scale_factor=4",
+            " actor_rollout_ref.actor.loss_scale_factor=4 trainer.use_legacy_worker_impl=disable",
             "the loss is divided by 4 there",
         ),
         (
@@ -186,3 +187,87 @@ def test_the_help_says_when_the_exit_code_is_2(capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit):
         cli.main(["convert", "--help"])
     assert "exit code 2 if a value is missing or a key unknown" in " ".join(capsys.readouterr().out.split())
+
+
+PROGRAM = "python3 -m {} trainer.total_training_steps=9 actor_rollout_ref.model.path=m "
+STEP_OFF = PROGRAM.format("verl.experimental.one_step_off_policy.main_ppo")
+SPLIT = "trainer.n_gpus_per_node=6 rollout.nnodes=1 rollout.n_gpus_per_node=2"
+CORRECT = "algorithm.rollout_correction."
+FILTER = "algorithm.filter_groups.enable=True algorithm.filter_groups.max_num_gen_batches=3"
+MEGATRON = "actor_rollout_ref.actor.optim.clip_grad=0.5 --config-path=config --config-name="
+
+
+@pytest.mark.parametrize(
+    ("program", "words", "expected", "told", "code"),
+    [
+        ("verl.trainer.main_ppo", FILTER, [f"{GRPO}.dynamic_sampling.enabled=false"], "only main_dapo draws more", 0),
+        ("recipe.dapo.main_dapo", FILTER, [f"{GRPO}.dynamic_sampling.max_draw_factor=3"], None, 0),
+        (STEP_OFF, f"{SPLIT} data.train_batch_size=512", ["rollout.engines=1", "trainer.devices=6"], None, 0),
+        (STEP_OFF, f"{SPLIT} data.train_batch_size=256", [], "old log-probabilities are the actor's own there", 0),
+        (STEP_OFF, "", [], "rollout.engines: 1 x 8 GPUs train there and 1 x 8 generate; here each node", 2),
+        (STEP_OFF, f"{SPLIT} {CORRECT}bypass_mode=False", [], "old log-probabilities are the actor's own there", 0),
+        (
+            "verl.experimental.fully_async_policy.fully_async_main",
+            "data.train_batch_size=0",
+            [],
+            f"{GRPO}.prompts_per_step: data.train_batch_size=0, of fully_async_policy",
+            2,
+        ),
+        ("recipe.entropy.main_entropy", "", [], "recipe.entropy.main_entropy: what this program sets or does other", 2),
+        ("verl.trainer.main_ppo", f"{MEGATRON}ppo_megatron_trainer.yaml", ["trainer.gradient_clip_val=0.5"], None, 0),
+        (STEP_OFF, f"{SPLIT} {MEGATRON}one_step_off_ppo_megatron_trainer", ["trainer.gradient_clip_val=0.5"], None, 0),
+    ],
+)
+def test_the_program_of_verl_decides(
+    program: str,
+    words: str,
+    expected: list[str],
+    told: str | None,
+    code: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    is_ahead = program == STEP_OFF
+    expected = [*expected, "rollout.own_devices=true", "rollout.sleep=null"] if is_ahead else expected
+    expected += [f"{GRPO}.old_logp=engine", f"{GRPO}.correction.kind=none"] if is_ahead else []
+    text = f"{program if is_ahead else PROGRAM.format(program)} {words}"
+    overrides, comments = converted("verl", text, tmp_path / "run.sh", capsys, code)
+    assert set(expected) <= set(overrides)
+    lines = [line for line in comments if "filter_groups" in line] if told is None else comments
+    assert lines == [] if told is None else any(told in line for line in lines)
+
+
+def test_a_step_off_can_be_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides, _ = converted("verl", f"{STEP_OFF} {SPLIT}", tmp_path / "run.sh", capsys)
+    model = f"pretrained_checkpoint.restore_from_path={paper_model.write(tmp_path / 'model')}"
+    cfg = settings.load(["cluster=h100_4x8", *overrides, model])
+    assert (cfg.rollout.own_devices, cfg.trainer.grpo.old_logp, cfg.rollout.engines) == (True, "engine", 1)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "text", "told"),
+    [
+        ("openrlhf", "deepspeed --module openrlhf.cli.train_sft --pretrain m --max_len 8", "by supervised fine-tuning"),
+        ("openrlhf", "deepspeed --module openrlhf.cli.train_rm --pretrain m --max_len 8", "train_rm trains a reward m"),
+        ("verl", "torchrun -m verl.trainer.fsdp_sft_trainer model.path=m", "fsdp_sft_trainer trains by supervised"),
+        ("nemo_rl", "uv run examples/run_sft.py policy.model_name=m", "examples/run_sft.py trains by supervised fine"),
+        (
+            "trl",
+            "accelerate launch trl/scripts/dpo.py --learning_rate 1e-6",
+            "trl/scripts/dpo.py trains on preferences",
+        ),
+        ("trl", "trl sft --learning_rate 1e-6", "trl sft trains by supervised fine-tuning; expected the command of an"),
+    ],
+)
+def test_another_training_is_refused(
+    trainer: str, text: str, told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "run.sh").write_text(text)
+    assert cli.main(["convert", trainer, str(tmp_path / "run.sh")]) == 2
+    assert told in caplog.text
+
+
+def test_another_training_before_the_run_is_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = f"torchrun -m verl.trainer.fsdp_sft_trainer optim.lr=1e-5 data.train_batch_size=8\n{PROGRAM}"
+    overrides, _ = converted("verl", text.format("verl.trainer.main_ppo"), tmp_path / "run.sh", capsys)
+    assert f"{GRPO}.prompts_per_step=1024" in overrides

@@ -135,7 +135,7 @@ def test_a_seed_is_that_of_the_file_or_the_default(
         (
             "verl",
             "a.sh",
-            "python3 -m x actor_rollout_ref.rollout.n=1 data.train_batch_size=256",
+            "python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=1 data.train_batch_size=256",
             f"{GRPO}.samples_per_prompt: 1 there; here the responses to a prompt are compared, so at least 2",
         ),
     ],
@@ -234,7 +234,7 @@ def test_a_correction_without_an_upper_bound_has_none(tmp_path: Path, capsys: py
         (
             "verl",
             "run.sh",
-            "python3 -m x algorithm.adv_estimator=grpo algorithm.norm_adv_by_std_in_grpo=false",
+            "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo algorithm.norm_adv_by_std_in_grpo=false",
             "algorithm.norm_adv_by_std_in_grpo=false",
         ),
         (
@@ -281,7 +281,7 @@ def test_all_numbers_of_steps_of_trl_are_divided(tmp_path: Path, capsys: pytest.
         (
             "verl",
             "a.sh",
-            "python3 -m x data.train_batch_size=256 trainer.total_epochs=15",
+            "python3 -m verl.trainer.main_ppo data.train_batch_size=256 trainer.total_epochs=15",
             "trainer.total_epochs=15: 15 *",
         ),
         ("openrlhf", "a.sh", "python3 -m x --num_episodes 20", "num_episodes=20: 20 * (prompts"),
@@ -294,7 +294,7 @@ def test_all_numbers_of_steps_of_trl_are_divided(tmp_path: Path, capsys: pytest.
         (
             "verl",
             "a.sh",
-            "python3 -m x data.train_max_samples=99 trainer.total_epochs=2 data.gen_batch_size=12"
+            "python3 -m recipe.dapo.main_dapo data.train_max_samples=99 trainer.total_epochs=2 data.gen_batch_size=12"
             " data.train_batch_size=4 algorithm.filter_groups.enable=True",
             "trainer.total_epochs=2: 2 * min(data.train_max_samples=99, prompts of the training data) / 12 steps, which"
             " also decide the schedule of the learning rate; the run there ends earlier",
@@ -352,7 +352,10 @@ def test_a_sum_of_rewards_of_trl_becomes_a_mean(
 def test_losses_have_the_name_of_here(
     trainer: str, file: str, text: str, expected: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    starts = {"verl": "python3 -m x algorithm.adv_estimator=grpo actor_rollout_ref.actor.", "nemo_rl": "loss_fn: "}
+    starts = {
+        "verl": "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.actor.",
+        "nemo_rl": "loss_fn: ",
+    }
     starts["openrlhf"] = "python3 -m x --n_samples_per_prompt 8 "
     overrides, comments = converted(trainer, starts.get(trainer, "") + text, tmp_path / file, capsys)
     assert {f"{GRPO}.{one}" for one in expected} <= set(overrides)
@@ -370,7 +373,7 @@ def test_losses_have_the_name_of_here(
 def test_the_older_correction_of_verl_is_converted(
     words: str, kind: str | None, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = f"python3 -m x algorithm.adv_estimator=grpo algorithm.{words}"
+    text = f"python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo algorithm.{words}"
     overrides, comments = converted("verl", text, tmp_path / "run.sh", capsys, code)
     assert [one for one in overrides if "correction.kind" in one] == (
         [f"{GRPO}.correction.kind={kind}"] if kind else []
@@ -387,7 +390,7 @@ def test_the_older_correction_of_verl_is_converted(
         (
             "verl",
             "a.sh",
-            "python3 -m x data.train_batch_sise=8",
+            "python3 -m verl.trainer.main_ppo data.train_batch_sise=8",
             "data.train_batch_sise=8: did you mean train_batch_size?",
         ),
         ("openrlhf", "a.sh", "python3 -m x --l2 0 --temprature 0.5", "temprature=0.5: did you mean temperature?"),

@@ -73,20 +73,23 @@ def _wrong(cfg: DictConfig, key: str, reason: str) -> ConfigError:
 
 def _ranges(cfg: DictConfig) -> Iterator[Fault]:
     """Check the value of each key against the key's choices and bounds."""
+    plain = OmegaConf.to_container(cfg, resolve=True)
     for key in all_keys():
-        for name in _names(cfg, key.name):
-            if reason := _fault_of_value(name, OmegaConf.select(cfg, name), key):
+        for name, value in _values(plain, key.name):
+            if reason := _fault_of_value(name, value, key):
                 yield name, reason
 
 
-def _names(cfg: DictConfig, name: str) -> Iterator[str]:
-    """Yield a key for every index of each list; a `*` in `name` stands for the index."""
-    items, star, below = name.partition(".*.")
+def _values(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield (key, value); a `*` in `name` stands for every index of a list."""
+    name, star, below = name.partition(".*.")
+    for part in name.split("."):
+        tree = tree.get(part) if isinstance(tree, dict) else None
     if not star:
-        yield name
+        yield name, tree
         return
-    for index in range(len(OmegaConf.select(cfg, items))):
-        yield from _names(cfg, f"{items}.{index}.{below}")
+    for index, item in enumerate(tree):
+        yield from ((f"{name}.{index}.{key}", value) for key, value in _values(item, below))
 
 
 def _fault_of_value(name: str, value: Any, key: ConfigKey) -> str | None:
@@ -113,7 +116,7 @@ def _fault_of_value(name: str, value: Any, key: ConfigKey) -> str | None:
 
 def _fault_of_choice(name: str, value: Any, key: ConfigKey) -> str | None:
     rule = key.rule
-    for item in value if OmegaConf.is_list(value) else [value]:
+    for item in value if isinstance(value, list) else [value]:
         if rule.own and is_place(item):
             check_place(item, name)
         elif item not in rule.choices or isinstance(item, bool):

@@ -7,6 +7,7 @@ keys of `model` that this project computes with.  Imports the standard library o
 """
 
 import dataclasses
+import functools
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -564,7 +565,7 @@ def warms_up(cfg: Any) -> bool:
 
 
 class ConfigKey(NamedTuple):
-    """A key of the schema, as `all_keys` yields it."""
+    """A key of the schema, as `all_keys` returns it."""
 
     name: str  # full key, with `*` for the index of a list
     kind: Any  # type without None
@@ -573,8 +574,13 @@ class ConfigKey(NamedTuple):
     rule: KeyRule
 
 
-def all_keys(section: Any = Config, prefix: str = "") -> Iterator[ConfigKey]:
-    """Yield every key that has a `KeyRule`, in the order of the fields."""
+@functools.cache
+def all_keys() -> tuple[ConfigKey, ...]:
+    """Return every key that has a `KeyRule`, in the order of the fields."""
+    return tuple(_keys(Config, ""))
+
+
+def _keys(section: Any, prefix: str) -> Iterator[ConfigKey]:
     hints = get_type_hints(section)
     for item in fields(section):
         name, kind, rule = prefix + item.name, hints[item.name], item.metadata.get("rule")
@@ -587,6 +593,6 @@ def all_keys(section: Any = Config, prefix: str = "") -> Iterator[ConfigKey]:
         below = rule.described if rule is not None and rule.described else kind
         items = get_args(kind)[0] if get_origin(kind) is list else None
         if is_dataclass(below):
-            yield from all_keys(below, f"{name}.")
+            yield from _keys(below, f"{name}.")
         elif is_dataclass(items):
-            yield from all_keys(items, f"{name}.*.")
+            yield from _keys(items, f"{name}.*.")

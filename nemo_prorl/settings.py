@@ -8,12 +8,12 @@ Every mistake raises ConfigError with the full key, its value and the expected v
 nor NeMo, so that `prorl` reports a wrong key within a second.
 """
 
-import copy
 import difflib
 import functools
 import importlib.resources
 import logging
 import os
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -106,7 +106,8 @@ def _unchecked(overrides: list[str], config_file: Path | None = None, need_weigh
             stated.add(key)
     try:
         _take_model(cfg, stated, need_weights)
-        missing = sorted(OmegaConf.missing_keys(cfg))
+        # `OmegaConf.missing_keys` would resolve each interpolation, too, which takes as long as all the rest.
+        missing = sorted(key for key, value in leaves(OmegaConf.to_container(cfg)) if value == MISSING)
         OmegaConf.resolve(cfg)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: the interpolation cannot be resolved: {first_line(error)}") from error
@@ -308,15 +309,15 @@ def _compose(groups: list[Override], own: Path | None) -> DictConfig:
             )
     choices = tuple(f"{o.key_or_group}={o.value()}" for o in groups)
     if own is None:
-        return copy.deepcopy(_composed(choices))
+        return pickle.loads(_composed(choices))  # a tenth of the time of a deepcopy
     cfg = _hydra((*choices, f"hydra.searchpath=['file://{own}']"), own)  # not cached: the user edits these files
     cfg.config_dir = str(own)
     return cfg
 
 
 @functools.lru_cache
-def _composed(choices: tuple[str, ...]) -> DictConfig:
-    return _hydra(choices, conf_folder())
+def _composed(choices: tuple[str, ...]) -> bytes:
+    return pickle.dumps(_hydra(choices, conf_folder()))
 
 
 def _hydra(choices: tuple[str, ...], folder: Path) -> DictConfig:

@@ -33,9 +33,12 @@ from nemo_prorl.trainer import policy_loss
 from tests.ending import end_with_session
 from tests.policy.gradients import whole_gradients
 from tests.policy.measure_wiring import wired
-from tests.policy.models import MODELS, write_model
+from tests.policy.models import LLAMA_TIED, QWEN2, QWEN3, write_model
 
 STEPS = 3
+# Two layers, of which a pipeline stage has one.  In 16 bits each of two stages has two.
+MODELS = {"qwen2": QWEN2 | {"num_hidden_layers": 2}, "qwen3": QWEN3, "llama_tied": LLAMA_TIED}
+HALF_MODELS = {"qwen2": QWEN2, "llama_tied": LLAMA_TIED | {"num_hidden_layers": 4}}
 
 
 @dataclass(frozen=True)
@@ -471,6 +474,8 @@ def main() -> None:
     import nemo_prorl.policy.actor
     import nemo_prorl.policy.checkpoint_files  # noqa: F401  (imported before the forks)
 
+    config_of(Layout(), out / "qwen2")  # Hydra composes once, before the forks
+
     for layout in (x for x in LAYOUTS if slow or x not in SLOW):
         fork_ranks(layout.world, lambda layout=layout: measure(layout, out), out / layout.name, 240)  # type: ignore[misc]
 
@@ -479,7 +484,7 @@ def main() -> None:
             fork_ranks(2, partial(of.write, work, lazy, out), out / f"adam-{work.__name__}-{lazy}", 120)
     fork_ranks(2, partial(of.write, of.of_extra_state, False, out), out / "extra-state", 120)
 
-    for name, config in MODELS.items():
+    for name, config in HALF_MODELS.items():
         write_model(out / f"half-{name}", config, torch.bfloat16)
     for layout in (x for x in half.LAYOUTS if slow or x not in half.SLOW):
         fork_ranks(layout.world, partial(half.measure, layout, out), out / f"half-{layout.name}", 120)

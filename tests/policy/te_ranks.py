@@ -214,6 +214,9 @@ def main() -> None:
     import nemo_prorl.policy.actor
     import nemo_prorl.policy.checkpoint_files  # noqa: F401  (imported before the forks)
 
+    for cluster in {case.cluster for case in CASES}:
+        config_of(Case("", cluster=cluster), HFFolder(out / "model"))  # Hydra composes once, before the forks
+
     def fork(name: str, ranks: int, work: Callable[[], None]) -> None:
         fork_ranks(ranks, work, out / name, 240)
 

@@ -1,6 +1,6 @@
 # make train     sets up the environments if needed, and runs the laptop job; repeated, it continues the job
 # make test      sets up the environments if needed, and runs the tests;  make test-all: the slow tests, too
-# make check     checks format, lint, spelling, import contracts and types, and runs the quick tests, in a minute
+# make check     checks format, lint, spelling, import contracts and types, and runs the quick tests, in five minutes
 # make mutate    breaks the code in small ways and lists what no quick test notices; takes hours, or ARGS="--sample 40"
 # make docs      builds the documentation into site/;  make docs-serve: serves it while you write
 # make gpu-evidence   measures kernels, actor, engine and whole steps on this machine's GPU

@@ -138,7 +138,7 @@ class Resets:
         self.records.event("reset_intent", step, reason=reason)
         killpoint("reset:intent")
         if back_to is not None:
-            self.rollouts.drop()  # step count and data position continue; groups of the bad weights are dropped
+            self.rollouts.discard()  # step count and data position continue; groups of the bad weights are dropped
         self._reset_policy(back_to, checkpoints.load_policy)
         reset: Reset = {"step": step, "reason": reason, "reference_sha256": self.policy.reference_sha256()}
         self.done.append(reset if back_to is None else {**reset, "rolled_back_to": back_to})

@@ -1,30 +1,38 @@
 """`prorl fork`: its arms, their comparison in pairs, and a real fork whose equal arms are equal to the bit."""
 
+import contextlib
 import json
 import math
 import random
 import shlex
 import shutil
 import statistics
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from nemo_prorl import cli, settings
+from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.files import write_json
 from nemo_prorl.launcher import fork, one_node
 from nemo_prorl.launcher.chain_slurm import SCRIPT
 from nemo_prorl.launcher.fork import arm_of, compared, table
 from nemo_prorl.launcher.formats import ForkRecord
+from nemo_prorl.launcher.run_results import finished_step
 from nemo_prorl.launcher.slurm_queries import Job
 from nemo_prorl.launcher.submission import ROOT, Submission, arguments
 from nemo_prorl.lifecycle.ledger import read_ledger
 from nemo_prorl.lifecycle.ledger_diff import parting
+from tests.ending import end_with_session
 from tests.launcher.test_chain import Slurm, project, slurm  # noqa: F401  fixtures among them
 from tests.test_formats import against
+from tests.whole_runs import metrics_of
 
 
 def test_the_arms_that_have_names_and_those_of_overrides() -> None:
@@ -240,17 +248,28 @@ def test_wrong_use_is_refused(words: list[str], told: str, caplog: pytest.LogCap
 def test_equal_arms_are_equal_to_the_bit(
     undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The third arm says what is so already.  The reset arm begins with a KL of 0; the others do not.
+    """The third arm says what is so already, and is killed.  The reset arm begins with a KL of 0; the others do not.
 
     The checkpoint is not that of step 2, after whose reset another one changes nothing.
     """
     same = "trainer.grpo.clip_high=0.4"
-    words = ["fork", str(undisturbed), "--checkpoint", "4", "--arms", "none", "reset", same, "--steps", "3"]
+    words = ["fork", str(undisturbed), "--checkpoint", "4", "--arms", "none", "reset", same, "--steps", "4"]
     for which in ("newest", "best"):
         assert cli.main(["fork", str(undisturbed), "--checkpoint", which, "--steps", "3", "--dry-run"]) == 0
         assert capsys.readouterr().out.count("prorl train --config") == 2
+    arms = [tmp_path / fork.arm_of(arm, parent(undisturbed)).name for arm in words[5:8]]
+    command = [sys.executable, "-m", "nemo_prorl.cli", *words, "--out", str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, preexec_fn=end_with_session) as process:  # noqa: PLW1509  only prctl
+        Deadline(900, "step 3 of the third arm").wait_until(lambda: len(metrics_of(arms[2])) >= 3, every=0.05)
+        family = psutil.Process(process.pid).children(recursive=True)
+        for one in (process, *family):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+    psutil.wait_procs(family, timeout=60)
+    assert finished_step(arms[2], 4) is None
     assert cli.main([*words, "--out", str(tmp_path)]) == 0
-    none, reset, again = (read_ledger(tmp_path / fork.arm_of(arm, parent(undisturbed)).name) for arm in words[5:8])
+    none, reset, again = map(read_ledger, arms)
+    assert len(again) == 4
     assert parting(none, again) is None
     found: Any = parting(none, reset)
     assert (found.step, found.phase) == (1, "trainer")

@@ -205,17 +205,26 @@ def test_a_run_can_be_asked_why(undisturbed: Path, disturbed: Path, capsys: pyte
 def test_an_audit_names_the_side_that_is_off(
     undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    audit = ["audit", str(undisturbed), "--step", "3", "--responses", "4"]
+    audit = ["audit", str(undisturbed), "--step", "4", "--responses", "4"]
     assert cli.main(audit) == 0
     told = capsys.readouterr().out
     assert told.endswith("off: nothing\n")
-    for side in ("engine", "trainer"):
-        [line] = [line.split() for line in told.splitlines() if line.startswith(side)]
-        assert line[1] == "float32"
-        assert 0.0 < float(line[2]) < 1e-5
-    page = (undisturbed / "audits" / "3" / "tokens.html").read_text()
-    assert page.count("<h2>response ") == 4
-    assert len(set(re.findall("advantage (-?[0-9.]+)", page))) > 1
+    sides = dict(re.findall(r"^(engine|trainer|engine, given the tokens) +float32 +(\S+)", told, re.M))
+    assert set(sides) == {"engine", "trainer", "engine, given the tokens"}
+    assert all(0.0 < float(gap) < 1e-5 for gap in sides.values())
+    gaps = {int(step): float(gap) for step, gap in re.findall(r"^(\d) +(\S+)$", told, re.M)}
+    assert list(gaps) == [3, 2, 0]  # the replay begins with the checkpoint of step 2
+    assert gaps[3] < 1e-5 < 1e-3 < gaps[2] < gaps[0]
+    page = (undisturbed / "audits" / "4" / "tokens.html").read_text()
+    assert page.count("<h3>response ") == 4
+    assert page.count("engine with weights 2 -") == page.count('title="engine -')
+    assert cli.main(["report", str(undisturbed), "--step", "4", "--samples=-1"]) == 0
+    whole = (undisturbed / "step-4.html").read_text()
+    assert whole.count("<h3>response ") == 64
+    advantages = re.findall("advantage (-?[0-9.e-]+)", whole)
+    assert set(re.findall("advantage (-?[0-9.e-]+)", page)) <= set(advantages)
+    assert len(set(advantages)) > 1
+    assert whole.count(", trainer -") > 64  # the run has stored them
     run = tmp_path / "run"
     shutil.copytree(undisturbed, run, symlinks=True)
     groups, file = read_batch(run, 3), batch_file(run / "batches", 3)

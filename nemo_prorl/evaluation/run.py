@@ -264,8 +264,11 @@ def local_engines(cfg: DictConfig, model: Path, context_tokens: int = 1 << 30) -
     return LocalEngines(renderer, sorted(stop), per_engine, cfg.rollout.engines, cfg.trainer.deadlines.rollout_s)
 
 
-async def stoppable(work: Coroutine[Any, Any, T]) -> T:
-    """Await the work and return its result.  SIGTERM, SIGINT and SIGUSR1 cancel it and raise StoppedCleanly."""
+async def stoppable(work: Coroutine[Any, Any, T], kept: str = "finished responses are stored") -> T:
+    """Await the work and return its result.  SIGTERM, SIGINT and SIGUSR1 cancel it and raise StoppedCleanly.
+
+    `kept`: what a stop leaves, for the error.
+    """
     task, loop, received = asyncio.ensure_future(work), asyncio.get_running_loop(), list[str]()
 
     def stop(number: signal.Signals) -> None:
@@ -280,9 +283,7 @@ async def stoppable(work: Coroutine[Any, Any, T]) -> T:
     except asyncio.CancelledError:
         if not received:
             raise
-        raise StoppedCleanly(
-            f"stopped by {received[0]}; finished responses are stored. Run the same command to continue"
-        ) from None
+        raise StoppedCleanly(f"stopped by {received[0]}; {kept}. Run the same command to continue") from None
     finally:
         for number in signals:
             loop.remove_signal_handler(number)

@@ -148,6 +148,22 @@ class Ledger:
             self._rows[name] = numbers_B.tolist(), digests.tolist()
 
     @_timed
+    def logprobs(self, step: int, judged: JudgedGroups, numbers_B: Tensor, logp_BT: Tensor) -> None:
+        """Store the trainer's log-probabilities of the responses beside the step's batch.  A collective.
+
+        Args:
+            judged: the groups, with the tokens of this data rank's responses.
+            numbers_B: as in `responses`.
+        """
+        if self.batches is None or not self.batches.stores(step):
+            return
+        own = dict(zip(numbers_B.tolist(), judged.rows.of_responses(logp_BT), strict=True))
+        parts = self.policy.data_ranks.gather(own)
+        if self.writes:
+            every = {number: logp_T.numpy() for part in parts for number, logp_T in part.items()}
+            self.batches.store_logprobs(step, [every[number] for number in sorted(every)])
+
+    @_timed
     def update(self, **settings: float) -> None:
         """Add the update that was just made: its settings, and what it computed.  A collective."""
         self._updates += 1

@@ -78,6 +78,7 @@ def _rates(cfg: DictConfig, made: int, done: Sequence[Mapping[str, Any]], planne
     turns = {made + 1, steps}
     for start, end in list(zip(starts, [*planned, steps], strict=True))[:_SHOWN]:
         rise = resets.lr_warmup_steps or first if start in emptying(resets, all_done) else 0 if start else first
-        returns = {start + resets.lr_factor_steps + 1} if resets.lr_factor_steps and resets.lr_factor != 1 else set()
+        lowers = start and resets.lr_factor_steps and resets.lr_factor != 1
+        returns = {start + resets.lr_factor_steps + 1} if lowers else set()
         turns |= {start + 1, min(start + rise, end), end, *returns}
     return {step: rate_of_run(cfg, step, all_done) for step in sorted(turns) if made < step <= steps}

@@ -14,12 +14,13 @@ import torch
 
 from nemo_prorl import rank, replay_training, settings
 from nemo_prorl.algorithms.correction import rollout_correction
+from nemo_prorl.algorithms.digests import row_digests
 from nemo_prorl.config import AdaptiveEntropyConfig, GRPOConfig, ResetsConfig
 from nemo_prorl.errors import DataError
 from nemo_prorl.lifecycle import batches as batches_module
-from nemo_prorl.lifecycle.batches import Batches, batch_file, read_batch, stored_batch
+from nemo_prorl.lifecycle.batches import Batches, batch_file, read_batch, read_trainer_logprobs, stored_batch
 from nemo_prorl.lifecycle.journal_events import Reset
-from nemo_prorl.lifecycle.ledger import Ledger, read_ledger
+from nemo_prorl.lifecycle.ledger import Ledger, parts_of, read_ledger
 from nemo_prorl.lifecycle.ledger_diff import Norms, Parting, parting
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.planning.bisect import norms_of, other_settings
@@ -291,12 +292,34 @@ def test_the_newest_batches_are_kept_and_those_of_each_nth_step(
 ) -> None:
     run = whole(tmp_path, monkeypatch, max_steps=9, keep_batches=2, keep_batches_every=4)
     assert [step for step in range(1, 10) if stored_batch(run.folder, step)] == [4, 8, 9]
-    assert [group.draw_index for group in read_batch(run.folder, 8)] == lines_of(run)[8]["draws"]
-    with pytest.raises(DataError, match=r"step 5 has no stored batch. Fix: keep more with trainer.grpo.keep_batches"):
+    groups = read_batch(run.folder, 8)
+    assert [group.draw_index for group in groups] == lines_of(run)[8]["draws"]
+    assert {file.stem for file in (run.folder / "batches").glob("trainer-*")} == {
+        f"trainer-{step:06d}" for step in (4, 8, 9)
+    }
+    with pytest.raises(DataError, match=r"step 5 has no stored batch \(stored: 4, 8, 9\). Fix: keep more with"):
         read_batch(run.folder, 5)
     batch_file(run.folder / "batches", 8).write_bytes(b"short")
     with pytest.raises(DataError, match="step-000008.safetensors cannot be read"):
         read_batch(run.folder, 8)
+
+
+def test_the_trainer_s_log_probabilities_are_stored_beside_the_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = whole(tmp_path, monkeypatch, max_steps=3)
+    groups = read_batch(run.folder, 3)
+    stored = read_trainer_logprobs(run.folder, 3, groups)
+    assert stored is not None
+    digests = parts_of(lines_of(run)[3]["objects"]["old_logp"])
+    responses = [(group, response) for group in groups for response in group.responses]
+    for (group, response), logprobs, digest in zip(responses, stored, digests, strict=True):
+        row_BT = torch.tensor([[0.0] * len(group.prompt_ids) + logprobs])
+        assert len(logprobs) == len(response.token_ids)
+        assert f"{int(row_digests(row_BT)[0]):08x}" == digest
+    run.cfg.trainer.grpo.old_logp, run.cfg.trainer.grpo.max_steps = "engine", 4
+    run.process(monkeypatch, lambda trainer: None)
+    assert read_trainer_logprobs(run.folder, 4, read_batch(run.folder, 4)) is None  # not measured in this step
 
 
 def test_a_start_removes_the_batches_of_steps_that_are_computed_again(

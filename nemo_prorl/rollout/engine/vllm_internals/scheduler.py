@@ -160,7 +160,9 @@ class WholeResponses(Scheduler):  # type: ignore[misc]
         return True
 
     def _new(self, request_id: str) -> _Held:
-        request = self.requests[request_id]
+        request = self.requests.get(request_id)
+        if request is None:  # it has ended
+            return _Held(frozenset(), 0)
         params = request.sampling_params
         stops = frozenset({params.eos_token_id, *(params.stop_token_ids or ())})
         return _Held(stops, min(request.max_tokens, self.max_model_len - request.num_prompt_tokens))

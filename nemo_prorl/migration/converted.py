@@ -64,10 +64,11 @@ class Converted:
                 self.unknown[ours] = f"{text} here; {nearest} is what comes nearest"
 
     def tell_unused(self, keys: Mapping[str, Any], why: str) -> None:
-        """Tell which of these settings, {key: value}, the file has without an effect; defaults are counted."""
-        for key, value in keys.items():
-            usual = self.usual.get(key)
-            if key in self.given and (value or usual) and str(value) != str(usual):
-                self.notes.append(f"{key}={value} has no effect there, {why}")
-            elif key in self.given:
-                self.unused[key] = NO_EFFECT
+        """Tell which of these settings, {key: value}, the file has without an effect; 0 and defaults count alone."""
+        given = {key: value for key, value in keys.items() if key in self.given}
+        told = {key for key, value in given.items() if str(value) not in (str(self.usual.get(key)), "None", "0", "0.0")}
+        told -= {key for key, value in given.items() if value is False and not self.usual.get(key)}
+        self.unused |= dict.fromkeys(given.keys() - told, NO_EFFECT)
+        if told:
+            values = ", ".join(f"{key}={value}" for key, value in given.items() if key in told)
+            self.notes.append(f"{values} has no effect there, {why}")

@@ -68,6 +68,11 @@ def _sizes(made: Converted) -> None:
         made.notes.append(f"{length}={longest} ends a response before {context} tokens")
     elif longest is not None:
         made.unused[length] = SAME
+    own = "policy.generation.colocated"
+    if made.rest.get(f"{own}.enabled") is False:
+        sizes = ", ".join(f"{key}={made.take(key)}" for key in sorted(made.rest) if key.startswith(f"{own}."))
+        text = "these GPUs of the cluster generate only there; here all train and generate"
+        made.differs.append(f"{sizes}: {text}, and cluster=h100_4x8_split parts them")
     if (name := made.take("policy.tokenizer.name")) not in (None, made.overrides.get(our.MODEL)):
         made.differs.append(f"policy.tokenizer.name={name}: the model's own tokenizer is used here")
 

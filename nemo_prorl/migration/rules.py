@@ -179,6 +179,8 @@ def _sort_by_patterns(made: Converted, key: str, value: Any, trainer: str) -> No
         (one for one in (tables["decides"] | tables["differs"]).items() if fnmatchcase(key, one[0])), None
     ):
         _sort_one(made, key, value, found[1], decides=found[0] in tables["decides"])
+    elif "." not in key and trainer in ("verl", "nemo_rl"):
+        made.unused[key] = "of another command"
     elif value is not None:
         made.left[key] = value
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from nemo_prorl.migration import our, shared
 from nemo_prorl.migration.converted import Converted
+from nemo_prorl.migration.files import BASE
 from nemo_prorl.migration.names import table
 from nemo_prorl.migration.schedules import verl_schedule
 
@@ -29,6 +30,7 @@ def verl(made: Converted) -> None:
     name = str(take("config_name", "ppo_trainer"))
     if not re.fullmatch(r"(one_step_off_|fully_async_)?(ppo|dapo)(_megatron)?_trainer(\.yaml)?", name):
         made.unknown[f"config_name={name}"] = "what only this file sets was not read; the defaults are ppo_trainer's"
+    made.unknown |= dict.fromkeys(map(str, take(BASE, [])), "this file is missing, and what it sets was not read")
     _set_entry(made, name)
     backend = _backend(made, name)
     is_fsdp = backend == "fsdp" and made.rest.get("trainer.use_legacy_worker_impl") != "disable"
@@ -42,11 +44,11 @@ def verl(made: Converted) -> None:
     _program(made)
     _engine_lengths(made)
     prompts, group = take(f"{_ACTOR}.ppo_mini_batch_size"), made.overrides.get(our.GROUP)
-    if prompts is not None and group is not None:
+    if None not in (prompts, group) and made.overrides.get(our.PROMPTS) != 0:
         is_mixed = made.rest.get("trainer.balance_batch", True)
         shared.set_updates(made, prompts * group, "ppo_mini_batch_size", is_mixed=is_mixed)
     _overlong(made)
-    _sampling(made)
+    _sampling(made, prompts)
     is_ahead = "one_step_off" in made.entry  # whose one_step_off_ppo_trainer.yaml has bypass_mode
     if take(f"{_CORRECTION}.bypass_mode", is_ahead):
         _bypass(made, is_fsdp)
@@ -210,14 +212,18 @@ def _overlong(made: Converted) -> None:
     shared.set_overlong(made, "overlong_buffer_cfg.max_resp_len", tokens, share, most)
 
 
-def _sampling(made: Converted) -> None:
-    """Set how many prompts a step draws."""
+def _sampling(made: Converted, size: Any) -> None:
+    """Set how many prompts a step draws; `size`: the prompts of an update."""
     take, prompts = made.take, made.overrides.get(our.PROMPTS)
     if prompts == 0 or "fully_async" in made.entry:
+        keys = [f"async_training.{key}" for key in ("trigger_parameter_sync_step", "require_batches")]
+        sizes = [
+            *(f"{key}={made.rest.get(key, 'its default')}" for key in keys),
+            f"{_ACTOR}.ppo_mini_batch_size={size}",
+        ]
         made.unknown[our.PROMPTS] = (
-            f"data.train_batch_size={prompts}, of fully_async_policy: its prompts are trigger_parameter_sync_step *"
-            " require_batches * ppo_mini_batch_size; nearest is their product, with cluster=h100_4x8_split and"
-            f" {our.GRPO}.old_logp=engine"
+            f"data.train_batch_size={prompts}, of fully_async_policy: nearest are {' * '.join(sizes)} prompts, and as"
+            f" many {our.UPDATES} as the first two, with cluster=h100_4x8_split and {our.GRPO}.old_logp=engine"
         )
     drawn, batches = take("data.gen_batch_size"), take(f"{_FILTERS}.max_num_gen_batches")
     made.drawn = drawn

@@ -66,9 +66,12 @@ class Converted:
     def tell_unused(self, keys: Mapping[str, Any], why: str) -> None:
         """Tell which of these settings, {key: value}, the file has without an effect; 0 and defaults count alone."""
         given = {key: value for key, value in keys.items() if key in self.given}
-        told = {key for key, value in given.items() if str(value) not in (str(self.usual.get(key)), "None", "0", "0.0")}
-        told -= {key for key, value in given.items() if value is False and not self.usual.get(key)}
-        self.unused |= dict.fromkeys(given.keys() - told, NO_EFFECT)
+        told = [f"{key}={value}" for key, value in given.items() if not self._is_idle(key, value)]
+        self.unused |= dict.fromkeys((key for key, value in given.items() if self._is_idle(key, value)), NO_EFFECT)
         if told:
-            values = ", ".join(f"{key}={value}" for key, value in given.items() if key in told)
-            self.notes.append(f"{values} has no effect there, {why}")
+            self.notes.append(f"{', '.join(told)} has no effect there, {why}")
+
+    def _is_idle(self, key: str, value: Any) -> bool:
+        usual = self.usual.get(key)
+        is_zero = value in (None, 0, -1, "") and (value is not False or not usual)
+        return is_zero or value == usual or str(value) == str(usual)

@@ -87,6 +87,9 @@ def set_correction(made: Converted, key: str, method: str, floor: Any, cap: Any)
         ),
         "seq-mask-tis": ("sequence_mask", "the weight of a response that is kept is its tokens' ratios there, 1 here"),
     }
+    if method not in kinds:
+        made.unknown[f"{our.CORRECTION}.kind"] = f"{key}: this method has no counterpart here"
+        return
     kind, difference = kinds[method]
     if kind == "tis" and floor:
         difference = difference or f"ratios are raised to {floor} there; tis here has no lower bound"

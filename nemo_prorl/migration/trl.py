@@ -157,14 +157,12 @@ def _trl_engine(made: Converted) -> None:
     mode, key = take("vllm_importance_sampling_mode"), "vllm_importance_sampling_mode"
     floor, cap = take("vllm_importance_sampling_clip_min"), take("vllm_importance_sampling_clip_max")
     known = {"token_truncate": "tis", "token_mask": "icepop", "sequence_truncate": "sequence_tis"}
-    known |= {"sequence_mask": "sequence_mask"}
-    if has_engine and corrects and mode not in known:
-        made.unknown[f"{our.CORRECTION}.kind"] = f"{key}={mode} has no counterpart here"
-    elif not has_engine:
+    if not has_engine:
         shared.set_correction(made, key, "tis", None, 2.0)
         made.notes.append("use_vllm=false: the trainer itself samples there; here an engine does, with its correction")
     else:
-        shared.set_correction(made, f"{key}={mode}", known[mode] if corrects else "none", floor, cap)
+        method = known.get(mode, mode) if corrects else "none"
+        shared.set_correction(made, f"{key}={mode}", method, floor, cap)
 
 
 def _trl_reference(made: Converted) -> None:

@@ -223,8 +223,11 @@ def _sampling(made: Converted, size: Any) -> None:
         ]
         made.unknown[our.PROMPTS] = (
             f"data.train_batch_size={prompts}, of fully_async_policy: nearest are {' * '.join(sizes)} prompts, and as"
-            f" many {our.UPDATES} as the first two, with cluster=h100_4x8_split and {our.GRPO}.old_logp=engine"
+            f" many {our.UPDATES} as the first two, with cluster=h100_4x8_split and {our.GRPO}.old_logp=engine; a batch"
+            " there may be older than one step"
         )
+        total = take(key := "rollout.total_rollout_steps", "its default")
+        made.unknown[our.STEPS] = f"{key}={total}: divided by the prompts of a step"
     drawn, batches = take("data.gen_batch_size"), take(f"{_FILTERS}.max_num_gen_batches")
     made.drawn = drawn
     if prompts and f"{our.SAMPLING}.max_draw_factor" not in made.unknown:
@@ -277,9 +280,10 @@ def _bypass(made: Converted, is_fsdp: bool) -> None:
         if made.overrides.get(our.LOSS) != "clip":
             made.differs.append(f"{own}bypass_mode means the loss of loss_mode=vanilla there")
     else:
+        weights = ", ".join(f"{key}={value}" for key, value in given.items() if value)
         made.unknown[our.LOSS] = (
-            f"{own}loss_type={loss}, {keys[0]}={given[keys[0]]}: its loss is not clipped; with rollout_is=token it is"
-            f" cispo with {our.CLIP_HIGH}={(given[keys[2]] or 1) - 1:g}, and no other has a counterpart"
+            f"{own}loss_type={loss}, {weights}: its loss is not clipped; with rollout_is=token alone it is cispo with"
+            f" {our.CLIP_HIGH}={(given[keys[2]] or 1) - 1:g}, and no other has a counterpart"
         )
 
 

@@ -5,8 +5,10 @@ checks read the files that the configuration names, and import OmegaConf and the
 """
 
 import difflib
+import functools
 import math
 import operator
+import re
 import shlex
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -44,6 +46,7 @@ def check(cfg: DictConfig, stages: Callable[[], Sequence[DictConfig]] = tuple) -
         _ranges,
         _pairs,
         _schedule,
+        _model_keys,
         _model_shape,
         _layout,
         _kernels,
@@ -188,6 +191,68 @@ def _divides(cfg: DictConfig, divisor_key: str, key: str, fix: str | None = None
             f"{divisor_key}={divisor} does not divide {key}={value} ({value} / {divisor} = {value / divisor:g});"
             f" possible{' here' if also else ''}: {', '.join(str(d) for d in possible if d <= 64)}. Fix: {fix}"
         )
+
+
+# What reads NeMo's section `model`, below the folders of these packages.
+_READERS = {
+    "nemo": (
+        "collections/nlp/models/language_modeling/megatron_base_model.py",
+        "collections/nlp/models/language_modeling/megatron_gpt_model.py",
+        "collections/nlp/models/nlp_model.py",
+        "collections/nlp/parts/megatron_trainer_builder.py",
+        "core/classes/modelPT.py",
+    ),
+    "megatron.core": ("transformer/transformer_config.py", "model_parallel_config.py"),
+}
+_READ = re.compile(r"(?:cfg|optim|optim_config)\.get\(\s*[\"'](\w+)|cfg\.(?=(?:model\.)?(\w+))|^    (\w+): ", re.MULTILINE)
+_ADAPTER = re.compile(r"lora|peft|adapter", re.IGNORECASE)
+# Keys that NeMo reads, and that the run sets from another key.
+_SET = {
+    "precision": "trainer.precision",
+    "seed": "seed",
+    "global_batch_size": "trainer.grpo.prompts_per_step",
+    "tokenizer": "pretrained_checkpoint.restore_from_path",
+    "data": "data.train",
+    "override_vocab_size": "pretrained_checkpoint.restore_from_path",
+}
+
+
+def adapter_fault(key: str) -> str | None:
+    """Return that LoRA and other adapters are not supported, if a key asks for one."""
+    cure = "Fix: leave the key out; if memory is short, more GPUs or a smaller model"
+    return f"adapters such as LoRA are not supported; all weights are trained. {cure}" if _ADAPTER.search(key) else None
+
+
+@functools.lru_cache
+def _read_by_nemo() -> frozenset[str]:
+    """Return the names of the keys that NeMo and Megatron read, from their code; empty if they are not installed."""
+    found: set[str] = set()
+    for package, files in _READERS.items():
+        try:
+            spec = find_spec(package)
+        except ModuleNotFoundError:
+            spec = None
+        if spec is None or not spec.submodule_search_locations:
+            return frozenset()
+        for file in files:
+            code = Path(spec.submodule_search_locations[0], file).read_text()
+            found |= {name for match in _READ.findall(code) for name in match}
+    return frozenset(found)
+
+
+def _model_keys(cfg: DictConfig) -> Iterator[Fault]:
+    """Check that each key of `model` and `model.optim` is read by NeMo or by this project."""
+    own = {part for key in all_keys() if key.name.startswith("model.") for part in key.name.split(".")}
+    for name in [*cfg.model, *(f"optim.{name}" for name in cfg.model.optim)]:
+        key, last = f"model.{name}", name.rpartition(".")[2]
+        if fault := adapter_fault(key):
+            yield key, fault
+        if name in _SET:
+            yield key, f"the run sets it. Fix: {_SET[name]} instead"
+        if (read := _read_by_nemo()) and last not in read | own:
+            near = difflib.get_close_matches(last, read | own, n=1, cutoff=0.75)
+            cure = f"{key.removesuffix(last)}{near[0]} instead" if near else "leave it out"
+            yield key, f"neither NeMo nor this project reads this key. Fix: {cure}"
 
 
 def _model_shape(cfg: DictConfig) -> Iterator[Fault]:

@@ -30,7 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nemo_prorl import own_functions
 from nemo_prorl.cautions import cautions
-from nemo_prorl.checks import check, check_heads, check_shape, pretrained_config, pretrained_name
+from nemo_prorl.checks import adapter_fault, check, check_heads, check_shape, pretrained_config, pretrained_name
 from nemo_prorl.config import MISSING, Config, all_keys
 from nemo_prorl.config_changes import check_same_run, leaves
 from nemo_prorl.data.hf_config import model_keys
@@ -102,7 +102,7 @@ def _unchecked(overrides: list[str], config_file: Path | None = None, need_weigh
         if _is_replaced(override, values[number + 1 :]):
             continue
         for key, value in leaves(override.value(), override.key_or_group, into_lists=False):
-            _apply(cfg, key, value, override.is_add())
+            _apply(cfg, key, _with_home(value), override.is_add())
             stated.add(key)
     try:
         _take_model(cfg, stated, need_weights)
@@ -151,6 +151,15 @@ def load_run(overrides: list[str], config_file: Path | None = None, need_files: 
     if need_files:
         check_data(cfg)
     return cfg
+
+
+def _with_home(value: Any) -> Any:
+    """Return a value in which `~/` at the beginning of each text is the home folder."""
+    if isinstance(value, list):
+        return [_with_home(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _with_home(item) for key, item in value.items()}
+    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
 
 
 def _is_replaced(override: Any, later: list[Any]) -> bool:
@@ -232,7 +241,7 @@ def _own_folder(overrides: list[Override]) -> Path | None:
     given = [override.value() for override in overrides if override.key_or_group == "config_dir"]
     if not given or given[-1] is None:
         return None
-    folder, shipped = Path(os.path.abspath(str(given[-1]))), group_options()
+    folder, shipped = Path(os.path.abspath(_with_home(str(given[-1])))), group_options()
     own = {group: _names(folder / group) for group in shipped}
     if not any(own.values()):
         raise ConfigError(
@@ -277,13 +286,16 @@ def rollout_python(path: str) -> str:
 def _parse(overrides: list[str]) -> list[Override]:
     parsed = []
     for text in overrides:
+        key, equals, value = text.partition("=")
+        if value.startswith("~/"):  # a shell leaves `~` as it is after a key with a dot, and Hydra refuses it
+            value = "'" + value.replace("'", "\\'") + "'"
         try:
-            [override] = OverridesParser.create().parse_overrides([text])
+            [override] = OverridesParser.create().parse_overrides([f"{key}{equals}{value}"])
         except HydraException as error:
             raise ConfigError(
                 f"{text!r}: expected an override KEY=VALUE ({first_line(error)})."
-                " Fix: correct the override; in a shell, put it in quotes, and a text with blanks or braces in quotes"
-                " of its own: 'KEY=\"some text\"'"
+                " Fix: correct the override; in a shell, put it in quotes, and a text with blanks, braces or ~ in"
+                " quotes of its own: 'KEY=\"some text\"'"
             ) from error
         if override.is_delete() or override.is_sweep_override():
             kind = "a key cannot be deleted" if override.is_delete() else "expected one value, not a sweep"
@@ -424,6 +436,8 @@ def _unknown(cfg: DictConfig, key: str, value: Any, here: str, part: str, node: 
     longer = [prefix + name for name in known if "." in here and name.endswith(f"_{part}")]
     near = [prefix + name for name in difflib.get_close_matches(part, known, n=1)]
     message = f"unknown key {key} (={shown(value)}): {where} has no '{part}'."
+    if fault := adapter_fault(key):
+        return f"{message} {fault[0].upper()}{fault[1:]}"
     if suggestion := (
         longer or translated or same_name or near or difflib.get_close_matches(key, everywhere, n=1, cutoff=0.8)
     ):

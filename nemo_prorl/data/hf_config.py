@@ -4,6 +4,7 @@ Uses the standard library only, so that an unsupported model is refused before a
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,23 @@ def check_computed(hf: dict[str, Any], whose: str) -> None:
                 f" the actor's log-probabilities would not be the engine's. {_FIX}, or set this key"
                 " to null if no context is longer than the model's context before rope scaling"
             )
+    _check_rope_once(hf, whose)
+
+
+def _check_rope_once(hf: dict[str, Any], whose: str) -> None:
+    """Raise ConfigError if a config.json gives two values of one setting of the rotary embedding."""
+    given: dict[str, tuple[str, Any]] = {}  # setting -> key of the first value, value
+    places = {"": {"rope_theta": hf.get("rope_theta")}}
+    places |= {f"{key}.": hf.get(key) or {} for key in ("rope_scaling", "rope_parameters")}
+    for place, settings in places.items():
+        for name, value in settings.items():
+            setting = "rope_type" if name == "type" else name
+            key, first = given.setdefault(setting, (place + name, value)) if value is not None else ("", value)
+            if value != first:
+                raise ConfigError(
+                    f"{whose}: {key}={first} and {place}{name}={value}: expected one value, because trainer and engine"
+                    f" may read different ones. Fix: the value with which the model was trained, in both places"
+                )
 
 
 def tensor_shapes(hf: dict[str, Any], whose: str) -> dict[str, tuple[int, ...]]:
@@ -131,6 +149,44 @@ def tensor_shapes(hf: dict[str, Any], whose: str) -> dict[str, tuple[int, ...]]:
     return {**shapes, **{f"model.layers.{n}.{name}": layer[name] for n, name in names}}
 
 
+def keys_for(shapes: Mapping[str, tuple[int, ...]], hf: dict[str, Any]) -> str:
+    """Return the keys of a config.json that weights of these shapes contradict, with both values; "" if none is known.
+
+    Args:
+        shapes: shape of each stored tensor by its Hugging Face name.
+        hf: content of the config.json, with the sizes that `model_keys` needs.
+    """
+    attention = "model.layers.0.self_attn."
+    try:
+        vocab, hidden = shapes["model.embed_tokens.weight"]
+        queries, values = (shapes[f"{attention}{x}_proj.weight"][0] for x in "qk")
+        ffn = shapes["model.layers.0.mlp.gate_proj.weight"][0]
+    except (KeyError, ValueError, IndexError):
+        return ""
+    norm, heads = shapes.get(f"{attention}q_norm.weight"), hf["num_attention_heads"]
+    groups, size = hf.get("num_key_value_heads") or heads, hf.get("head_dim") or hidden // heads
+    sizes: list[dict[str, Any]] = [
+        {"model_type": "qwen3" if norm else "qwen2" if f"{attention}q_proj.bias" in shapes else "llama"},
+        {"hidden_size": hidden},
+        {"vocab_size": vocab},
+        {"intermediate_size": ffn},
+        {"num_hidden_layers": len({name.split(".")[2] for name in shapes if name.startswith("model.layers.")})},
+        *([] if HEAD in shapes else [{"tie_word_embeddings": True}]),
+    ]
+    if norm or (hf.get("head_dim") and queries != heads * size and queries * groups == values * heads):
+        size = norm[0] if norm else queries // heads
+        sizes.append({"head_dim": size} if size != (hf.get("head_dim") or hf["hidden_size"] // heads) else {})
+    if hf.get("head_dim") or norm:
+        sizes += [{"num_attention_heads": queries // size}, {"num_key_value_heads": values // size}]
+    elif values != groups * size:  # one of both is wrong: without head_dim, no shape tells the number of heads
+        sizes.append({"num_attention_heads": hidden * groups // values, "num_key_value_heads": values // size})
+    return ", ".join(
+        " or ".join(f"{key}: {json.dumps(value)} instead of {json.dumps(hf.get(key))}" for key, value in one.items())
+        for one in sizes
+        if any(hf.get(key) != value for key, value in one.items())
+    )
+
+
 def takes_part(tensor: str, hf: dict[str, Any]) -> bool:
     """Return whether a stored tensor of this name takes part in a model's computation.
 
@@ -146,11 +202,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         what = "it has no config.json" if folder.is_dir() else "it does not exist"
         raise ConfigError(f"{folder}: expected a Hugging Face model folder; {what}. Fix: the path of a complete one")
-    try:
-        config = json.loads(file.read_text())
-    except ValueError as error:
-        place = f"{file}:{getattr(error, 'lineno', 1)}"
-        raise ConfigError(f"{place}: expected JSON: {error}. Fix: repair it, or copy the model's file again") from error
+    if fault := json_fault(file):
+        raise ConfigError(fault)
+    config = json.loads(file.read_text())
     if not isinstance(config, dict):
         raise ConfigError(
             f"{file}: expected a JSON object; got {type(config).__name__}. Fix: copy the model's file again"
@@ -158,14 +212,32 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def json_fault(file: Path) -> str | None:
+    """Return that a file is not JSON, and the cure."""
+    try:
+        json.loads(file.read_text())
+    except ValueError as error:
+        place = f"{file}:{getattr(error, 'lineno', 1)}"
+        return pointer_fault(file) or f"{place}: expected JSON: {error}. Fix: repair it, or copy the model's file again"
+    return None
+
+
+def pointer_fault(file: Path) -> str | None:
+    """Return that git cloned a pointer to a file instead of the file, and the cure."""
+    with file.open("rb") as opened:
+        if opened.read(42) != b"version https://git-lfs.github.com/spec/v1":
+            return None
+    return f"{file}: it is a pointer of git-lfs to the file. Fix: git lfs pull, in {file.parent}"
+
+
 def rope_settings(hf: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of the rotary embedding, from rope_scaling or (transformers 5) rope_parameters, or {}."""
-    return hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    """Return the settings of the rotary embedding, from rope_scaling and (transformers 5) rope_parameters, or {}."""
+    return (hf.get("rope_parameters") or {}) | (hf.get("rope_scaling") or {})
 
 
 def rope_theta(hf: dict[str, Any]) -> float | None:
     """Return the base of the rotary embedding, None if absent; transformers 5 writes it into rope_parameters."""
-    base = hf.get("rope_theta") or (hf.get("rope_parameters") or {}).get("rope_theta")
+    base = hf.get("rope_theta") or rope_settings(hf).get("rope_theta")
     return None if base is None else float(base)
 
 

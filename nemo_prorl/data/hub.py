@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import re
 import shlex
 from collections.abc import Callable, Sequence
@@ -54,7 +55,7 @@ def download(repo: str, patterns: Sequence[str], revision: str | None, to: str, 
 def model_folder(text: str, option: str, weights: bool) -> Path:
     """Return the folder of a model, given as a path or as a name on the hub.
 
-    A path is returned without a check.  A model on the hub is downloaded into the hub's cache, unless cached.  A name
+    A path is returned without a check; `~` at its beginning is the home folder.  A model on the hub is downloaded into the hub's cache, unless cached.  A name
     without a revision means the cached files if there are any, otherwise the newest revision.
 
     Args:
@@ -67,6 +68,8 @@ def model_folder(text: str, option: str, weights: bool) -> Path:
         ConfigError: the model is gated, or the hub does not have the model or the revision.
         UnfitMachine: the model is not cached, and the hub cannot be reached or huggingface_hub is not installed.
     """
+    if text.startswith("~"):
+        return Path(os.path.expanduser(text))
     if Path(text).parent.exists() or not (found := _NAME.fullmatch(text)):
         return Path(text)
     repo, revision = found["repo"], found["revision"]

@@ -5,13 +5,16 @@ commands refuse the same folders with the same words, before a GPU is allocated.
 """
 
 import json
+import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nemo_prorl.data.hf_config import HEAD, read_config, takes_part, tensor_shapes
+from nemo_prorl.data.hf_config import HEAD, json_fault, keys_for, pointer_fault, read_config, takes_part, tensor_shapes
 
 _EMBEDDING = "model.embed_tokens.weight"
 _DTYPES = ("F32", "BF16", "F16")
+_PART = re.compile(r"-of-(\d+)\.safetensors$")
 _CHUNK = 1 << 24  # bytes that are compared at once
 # One of these has the vocabulary of a tokenizer.
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model", "*.tiktoken")
@@ -60,7 +63,7 @@ def weights_fault(folder: Path) -> str | None:
         try:
             found |= _tensors_in(file)
         except (OSError, ValueError, KeyError) as error:
-            return f"{file}: expected a whole file in the safetensors format ({error}). Fix: copy it again"
+            return pointer_fault(file) or f"{file}: expected a whole file in the safetensors format ({error}). Fix: copy it again"
     if not found:
         return None
     if fault := _index_fault(folder, {file.name for file in folder.glob("*.safetensors")}):
@@ -77,7 +80,8 @@ def weights_fault(folder: Path) -> str | None:
     elif wrong is not None:
         fault = f"{wrong} has the shape {list(found[wrong].shape)}; config.json asks for {list(wanted[wrong])}"
     elif other is not None:
-        fault = f"{other} has the dtype {found[other].dtype}; expected {' or '.join(_DTYPES)}"
+        dtype = f"{other} has the dtype {found[other].dtype}; expected {' or '.join(_DTYPES)}"
+        return f"{folder}: {dtype}. Fix: the weights of this model in floating point"
     elif HEAD in found and HEAD not in wanted and not _equal(found[HEAD], found[_EMBEDDING]):
         return (
             f"{folder}: tie_word_embeddings=true in config.json, but {HEAD} differs from {_EMBEDDING}: the model has"
@@ -85,15 +89,26 @@ def weights_fault(folder: Path) -> str | None:
         )
     else:
         return None
-    return f"{folder}: the weights are not of this config.json: {fault}. Fix: {_OWN}"
+    keys = keys_for({name: tensor.shape for name, tensor in found.items()}, hf)
+    cure = f"in config.json {keys}; or the weights of this config.json" if keys else _cure_of_names(found, wanted)
+    return f"{folder}: the weights are not of this config.json: {fault}. Fix: {cure}"
 
 
-_OWN = "config.json and weights of one model, in floating point"
+def _cure_of_names(names: Collection[str], wanted: Collection[str]) -> str:
+    """Return the cure for tensors under other names than the model's."""
+    if all(f"model.{name}" in wanted for name in names):
+        return "save the whole model, with transformers' AutoModelForCausalLM instead of AutoModel"
+    if wrapper := next((name.removesuffix(_EMBEDDING) for name in names if name.endswith(f".{_EMBEDDING}")), None):
+        return f"save the model inside of the wrapper that puts {wrapper!r} before the names of its tensors"
+    return "config.json and weights of one model"
 
 
 def _index_fault(folder: Path, files: set[str]) -> str | None:
     """Return that other files of weights are there than the index names, or an adapter's."""
     named = set(_json(folder / "model.safetensors.index.json").get("weight_map", {}).values())
+    of_parts = [found for found in map(_PART.search, files) if found]
+    if not named and of_parts and len(of_parts) != (parts := int(of_parts[0][1])):
+        return f"{folder}: {len(of_parts)} of {parts} files of weights. Fix: copy the other files of the model, too"
     if missing := sorted(named - files):
         return f"{folder}: its index names {missing[0]}, which is missing. Fix: copy this file of the model, too"
     others = sorted(files - named if named else files & {"adapter_model.safetensors", "consolidated.safetensors"})
@@ -148,8 +163,12 @@ def _equal(one: _Tensor, two: _Tensor) -> bool:
 
 def tokenizer_fault(folder: Path) -> str | None:
     """Return which files of a tokenizer a model folder lacks, or that transformers 4 cannot load it."""
+    for file in (folder / name for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")):
+        if file.is_file() and (fault := json_fault(file) if file.suffix == ".json" else pointer_fault(file)):
+            return fault
     lacks = [] if (folder / "tokenizer_config.json").is_file() else ["no tokenizer_config.json"]
-    if not any(True for pattern in _VOCABULARIES for _ in folder.glob(pattern)):
+    found = {file.name for pattern in _VOCABULARIES for file in folder.glob(pattern)}
+    if not found or (found == {"vocab.json"} and not (folder / "merges.txt").is_file()):
         lacks.append("no vocabulary (tokenizer.json, or vocab.json with merges.txt)")
     settings = _json(folder / "tokenizer_config.json")
     newer = None

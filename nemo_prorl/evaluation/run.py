@@ -68,6 +68,7 @@ def evaluate(options: EvaluationOptions) -> EvaluationResults:
         ConfigError, DataError, UnfitMachine: A check failed; no engine was started.
         StoppedCleanly: A signal stopped the evaluation; it can be completed later.
     """
+    options = replace(options, model=os.path.expanduser(options.model))
     is_url = models.is_url(options.model)
     served = models.on_server(options.model, options.model_name, options.opens_thought) if is_url else None
     path = Path(options.model) if is_url else model_folder(options.model, "MODEL", weights=True)

@@ -40,20 +40,28 @@ def whole(
     return run
 
 
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
+    """A finished run without faults, which tests only read."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return whole(tmp_path_factory.mktemp("clean"), monkeypatch)
+
+
 def lines_of(run: SmallRun) -> dict[int, dict[str, Any]]:
     return read_ledger(run.folder)
 
 
-def test_equal_runs_have_equal_ledgers_also_if_one_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = whole(tmp_path / "first", monkeypatch)
+def test_equal_runs_have_equal_ledgers_also_if_one_is_killed(
+    clean: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     second = SmallRun(config(tmp_path / "second", ResetsConfig(at_steps=[4]), max_steps=6))
     with killed_at("reset:reference", monkeypatch), pytest.raises(Killed):
         second.process(monkeypatch, lambda trainer: None)
     second.process(monkeypatch, lambda trainer: None)
-    assert list(lines_of(first)) == [1, 2, 3, 4, 5, 6]
-    assert lines_of(first) == lines_of(second)
+    assert list(lines_of(clean)) == [1, 2, 3, 4, 5, 6]
+    assert lines_of(clean) == lines_of(second)
     chain = ""
-    for line in lines_of(first).values():
+    for line in lines_of(clean).values():
         text = json.dumps([chain, line["objects"]], separators=(",", ":"))
         chain = hashlib.sha256(text.encode()).hexdigest()[:16]
         assert line["chain"] == chain
@@ -245,26 +253,24 @@ FAULTS: dict[Plant, tuple[str, str, str]] = {
 
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
 def test_a_planted_fault_is_found_in_its_step_phase_and_object(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plant: Plant
+    clean: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plant: Plant
 ) -> None:
-    first, second = whole(tmp_path / "first", monkeypatch), whole(tmp_path / "second", monkeypatch, plant)
-    found = parting(lines_of(first), lines_of(second), Norms(norms_of(first.folder), norms_of(second.folder)))
+    second = whole(tmp_path, monkeypatch, plant)
+    found = parting(lines_of(clean), lines_of(second), Norms(norms_of(clean.folder), norms_of(second.folder)))
     assert isinstance(found, Parting)
     phase, name, kind = FAULTS[plant]
     assert (found.step, found.phase, found.object) == (AT, phase, name), found.words()
     assert found.kind.startswith(kind), found.words()
-    assert parting(lines_of(first), lines_of(first)) is None
+    assert parting(lines_of(clean), lines_of(clean)) is None
 
 
-def test_other_weights_of_the_loss_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = whole(tmp_path / "first", monkeypatch)
-
+def test_other_weights_of_the_loss_are_found(clean: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def doubled(*given: Any) -> Any:
         weight_BT, metrics = rollout_correction(*given)
         return 2 * weight_BT, metrics
 
     monkeypatch.setattr("nemo_prorl.trainer.rollout_correction", doubled)
-    found = parting(lines_of(first), lines_of(whole(tmp_path / "second", monkeypatch)))
+    found = parting(lines_of(clean), lines_of(whole(tmp_path, monkeypatch)))
     assert found is not None
     assert (found.step, found.object) == (1, "weight")
 
@@ -349,9 +355,10 @@ def test_a_batch_that_takes_too_long_does_not_keep_a_run_from_ending(
 # --- replay ----------------------------------------------------------------------------------------------------------
 
 
-def replayed(run: SmallRun, monkeypatch: pytest.MonkeyPatch, checkpoint: int, last: int, **grpo: Any) -> dict[int, Any]:
-    """Return the ledger of a replay of the run's steps after a checkpoint, or from its start (0)."""
-    folder = run.folder.with_name(f"replay-{checkpoint}-{last}")
+def replayed(
+    run: SmallRun, folder: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: int, last: int, **grpo: Any
+) -> dict[int, Any]:
+    """Return the ledger of a replay, in a new folder, of the run's steps after a checkpoint, or from its start (0)."""
     other = SmallRun(replace(run.cfg, trainer=replace(run.cfg.trainer, grpo=replace(run.cfg.trainer.grpo, **grpo))))
     policy = other._policy(monkeypatch)
     policy.store = lambda cfg: SmallStore(other.policy)
@@ -375,20 +382,27 @@ def replayed(run: SmallRun, monkeypatch: pytest.MonkeyPatch, checkpoint: int, la
     return read_ledger(folder)
 
 
+@pytest.fixture(scope="module")
+def adaptive(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
+    """A finished run whose entropy coefficient is state of a checkpoint."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        target = AdaptiveEntropyConfig(enabled=True, target=9.0)
+        return whole(tmp_path_factory.mktemp("adaptive"), monkeypatch, adaptive_entropy=target)
+
+
 @pytest.mark.parametrize("checkpoint", [0, 2, 4])
 def test_steps_trained_again_have_the_same_digests_also_across_a_reset(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: int
+    adaptive: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: int
 ) -> None:
-    adaptive = AdaptiveEntropyConfig(enabled=True, target=9.0)  # the coefficient is state of a checkpoint
-    run = whole(tmp_path / "run", monkeypatch, adaptive_entropy=adaptive)
-    again, lines = replayed(run, monkeypatch, checkpoint, 6), lines_of(run)
+    again, lines = replayed(adaptive, tmp_path / "replay", monkeypatch, checkpoint, 6), lines_of(adaptive)
     assert len({str(line["objects"]["update 1/settings"]) for line in lines.values()}) > 1
     assert list(again) == list(range(checkpoint + 1, 7))
     assert {step: line["chain"] for step, line in again.items()} == {s: lines[s]["chain"] for s in again}
 
 
-def test_another_setting_parts_where_it_has_an_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = whole(tmp_path / "run", monkeypatch)
-    found = parting(lines_of(run), replayed(run, monkeypatch, 2, 3, clip_high=0.001))
+def test_another_setting_parts_where_it_has_an_effect(
+    clean: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = parting(lines_of(clean), replayed(clean, tmp_path / "replay", monkeypatch, 2, 3, clip_high=0.001))
     assert found is not None
     assert (found.step, found.object.partition("/")[2]) == (3, "gradient")

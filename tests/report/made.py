@@ -217,6 +217,6 @@ def make_fork(folder: Path, gains: dict[str, float], noise: float | None = None,
             scores = {str(k): 0.3 + 0.01 * k + gain * (1 + draw.uniform(-0.1, 0.1)) for k in range(prompts)}
             (folder / arm / "validations" / f"step-{step:06d}.json").write_text(json.dumps(scores))
     record = {"format": 1, "checkpoint": "run/checkpoints/step-000100", "steps": 12, "early_noise": noise}
-    record |= {"arms": [{"text": arm.replace("_", " "), "folder": arm} for arm in gains]}
+    record |= {"arms": [{"text": arm.replace("_", " "), "folder": arm, "job": None} for arm in gains]}
     (folder / "fork.json").write_text(json.dumps(record))
     return folder

@@ -182,7 +182,7 @@ class GRPOConfig:
         may_change=True,
     )
     keep_batches: int = key(
-        20, "newest steps whose complete groups are kept in batches/, 12 bytes per token", least=0, may_change=True
+        20, "newest steps whose complete groups are kept in batches/, 9 bytes per token", least=0, may_change=True
     )
     keep_batches_every: int | None = key(
         100, "steps between batches that are kept for ever; null: none", least=1, may_change=True

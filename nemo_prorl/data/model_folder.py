@@ -63,7 +63,10 @@ def weights_fault(folder: Path) -> str | None:
         try:
             found |= _tensors_in(file)
         except (OSError, ValueError, KeyError) as error:
-            return pointer_fault(file) or f"{file}: expected a whole file in the safetensors format ({error}). Fix: copy it again"
+            return (
+                pointer_fault(file)
+                or f"{file}: expected a whole file in the safetensors format ({error}). Fix: copy it again"
+            )
     if not found:
         return None
     if fault := _index_fault(folder, {file.name for file in folder.glob("*.safetensors")}):
@@ -163,7 +166,9 @@ def _equal(one: _Tensor, two: _Tensor) -> bool:
 
 def tokenizer_fault(folder: Path) -> str | None:
     """Return which files of a tokenizer a model folder lacks, or that transformers 4 cannot load it."""
-    for file in (folder / name for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")):
+    for file in (
+        folder / name for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+    ):
         if file.is_file() and (fault := json_fault(file) if file.suffix == ".json" else pointer_fault(file)):
             return fault
     lacks = [] if (folder / "tokenizer_config.json").is_file() else ["no tokenizer_config.json"]

@@ -40,7 +40,7 @@ def rows(cfg: DictConfig) -> dict[str, str]:
     return found
 
 
-def _resets(resets: DictConfig, done: Sequence[int], planned: Sequence[int], steps: int, can_ask: Sequence[str]) -> str:
+def _resets(resets: Any, done: Sequence[int], planned: Sequence[int], steps: int, can_ask: Sequence[str]) -> str:
     """Return in words which resets were made and will be made in this run, and what they change."""
     useful = [step for step in planned if step < steps]
     regular = f"every {resets.every} steps, ".replace("every 1 steps", "every step") if resets.every else ""

@@ -144,7 +144,7 @@ def write_step(out: Path, run_dir: Path, step: int, draws: Sequence[int], most: 
     of_group = {group.draw_index: list[Logprobs]() for group in stored.groups}
     for (group, _), known in zip(stored.responses, logprobs, strict=True):
         of_group[group.draw_index].append(known)
-    above = [("draw", "task", "prompt", "scores", "largest mean |engine - trainer|")]
+    above: list[tuple[str, ...]] = [("draw", "task", "prompt", "scores", "largest mean |engine - trainer|")]
     above += [_row(group, of_group[group.draw_index]) for group in stored.groups]
     wanted = {n: logprobs[n] for n, (group, _) in enumerate(stored.responses) if group.draw_index in chosen}
     shown = stored.shown(wanted)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,13 +15,12 @@ import torch
 
 from nemo_prorl import rank, replay_training, settings
 from nemo_prorl.algorithms.correction import rollout_correction
-from nemo_prorl.algorithms.digests import row_digests
 from nemo_prorl.config import AdaptiveEntropyConfig, GRPOConfig, ResetsConfig
 from nemo_prorl.errors import DataError
 from nemo_prorl.lifecycle import batches as batches_module
 from nemo_prorl.lifecycle.batches import Batches, batch_file, read_batch, read_trainer_logprobs, stored_batch
 from nemo_prorl.lifecycle.journal_events import Reset
-from nemo_prorl.lifecycle.ledger import Ledger, parts_of, read_ledger
+from nemo_prorl.lifecycle.ledger import Ledger, read_ledger
 from nemo_prorl.lifecycle.ledger_diff import Norms, Parting, parting
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.planning.bisect import norms_of, other_settings
@@ -28,6 +28,7 @@ from nemo_prorl.trainer import Trainer
 from tests.lifecycle.faults import Killed, killed_at
 from tests.lifecycle.small_run import SmallRun, config
 from tests.lifecycle.small_store import SmallStore
+from tests.whole_runs import metrics_of
 
 AT = 3  # step of the planted faults
 Plant = Callable[[SmallRun, Trainer], None]
@@ -311,12 +312,15 @@ def test_the_trainer_s_log_probabilities_are_stored_beside_the_batch(
     groups = read_batch(run.folder, 3)
     stored = read_trainer_logprobs(run.folder, 3, groups)
     assert stored is not None
-    digests = parts_of(lines_of(run)[3]["objects"]["old_logp"])
-    responses = [(group, response) for group in groups for response in group.responses]
-    for (group, response), logprobs, digest in zip(responses, stored, digests, strict=True):
-        row_BT = torch.tensor([[0.0] * len(group.prompt_ids) + logprobs])
-        assert len(logprobs) == len(response.token_ids)
-        assert f"{int(row_digests(row_BT)[0]):08x}" == digest
+    gaps = [
+        trainer - engine
+        for logprobs, response in zip(stored, [r for g in groups for r in g.responses], strict=True)
+        for trainer, engine in zip(logprobs, response.logprobs, strict=True)
+    ]
+    measured = metrics_of(run.folder)[2]
+    assert measured["correction/mean_abs"] > 0.01
+    assert statistics.fmean(map(abs, gaps)) == pytest.approx(measured["correction/mean_abs"], rel=0.03)
+    assert max(map(abs, gaps)) == pytest.approx(measured["correction/max_abs"], rel=0.0626)
     run.cfg.trainer.grpo.old_logp, run.cfg.trainer.grpo.max_steps = "engine", 4
     run.process(monkeypatch, lambda trainer: None)
     assert read_trainer_logprobs(run.folder, 4, read_batch(run.folder, 4)) is None  # not measured in this step

@@ -230,12 +230,13 @@ def make_step(folder: Path, step: int = 3, groups: int = 3, trainer: bool = True
 
     `trainer`: the trainer's log-probabilities are stored, too; each is 0.5 below the engine's.
     """
-    import numpy as np
+
+    import torch
 
     from nemo_prorl import settings
     from nemo_prorl.config import GRPOConfig
     from nemo_prorl.data.laptop.model import build_tokenizer
-    from nemo_prorl.lifecycle.batches import Batches
+    from nemo_prorl.lifecycle.batches import Batches, gap_bytes
     from nemo_prorl.rollout.endpoints import Response
     from nemo_prorl.rollout.groups import Group
 
@@ -260,6 +261,6 @@ def make_step(folder: Path, step: int = 3, groups: int = 3, trainer: bool = True
     batches.store(step, made)
     if trainer:
         every = [response.logprobs for group in made for response in group.responses]
-        batches.store_logprobs(step, [np.array(logp, np.float32) - np.float32(0.5) for logp in every])
+        batches.store_gaps(step, [gap_bytes(torch.full((len(logps),), -0.5)).numpy() for logps in every])
     batches.wait()
     return made

@@ -224,7 +224,7 @@ def test_forced_tokens_get_the_log_probabilities_that_they_have_when_sampled(
             ]
             return [answer for [answer] in await asyncio.gather(*answers)]
 
-        return asyncio.run(with_client(engine, work))  # type: ignore[no-any-return]
+        return asyncio.run(with_client(engine, work))
 
     load(engine, published(engine, models["tied0"], 2), 2)
     drawn = ask_all(engine, sampled, (3, 4))

@@ -204,9 +204,7 @@ _READERS = {
     ),
     "megatron.core": ("transformer/transformer_config.py", "model_parallel_config.py"),
 }
-_READ = re.compile(
-    r"(?:cfg|optim|optim_config)\.get\(\s*[\"'](\w+)|cfg\.(?=(?:model\.)?(\w+))|^    (\w+): ", re.MULTILINE
-)
+_READ = re.compile(r"(?m)(?:cfg|optim|optim_config)\.get\(\s*[\"'](\w+)|cfg\.(?=(?:model\.)?(\w+))|^    (\w+): ")
 _ADAPTER = re.compile(r"lora|peft|adapter", re.IGNORECASE)
 # Keys that NeMo reads, and that the run sets from another key.
 _SET = {

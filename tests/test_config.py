@@ -127,13 +127,32 @@ def test_without_overrides_it_is_the_laptop_job() -> None:
 def test_overrides_reach_their_keys() -> None:
     cfg = settings.load(
         ["seed=7", "trainer.resets.at_steps=[3]", "model.optim.lr=2e-6", "trainer.grpo.correction={kind: none}"]
-        + ["trainer.grpo.max_response_tokens=40", "rewards.plugins.math.timeout_s=3", "+model.new_key=1"]
+        + ["trainer.grpo.max_response_tokens=40", "rewards.plugins.math.timeout_s=3", "+model.gc_interval=1"]
         + ["run_dir='runs/with space'", "stage=run6"]
     )
     assert (cfg.seed, cfg.trainer.resets.at_steps, cfg.model.optim.lr) == (7, [3], 2e-6)
     assert (cfg.trainer.grpo.correction.kind, cfg.trainer.grpo.max_response_tokens) == ("none", 40)
-    assert (cfg.rewards.plugins.math.timeout_s, cfg.model.new_key) == (3, 1)
+    assert (cfg.rewards.plugins.math.timeout_s, cfg.model.gc_interval) == (3, 1)
     assert (cfg.run_dir, cfg.trainer.grpo.samples_per_prompt) == ("runs/with space", 32)
+
+
+def test_the_home_folder_may_be_written_as_a_tilde_in_each_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A shell leaves `~` as it is after a key with a dot, and inside of quotes."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    model = paper_model.write(tmp_path / "model's")
+    for text in (
+        "pretrained_checkpoint.restore_from_path=~/model's",
+        "pretrained_checkpoint.restore_from_path='~/model\\'s'",
+    ):
+        assert settings.load(["cluster=h100_4x8", text]).pretrained_checkpoint.restore_from_path == str(model)
+    cfg = settings.load(["run_dir=~/run", "data.train=[{name: a, path: '~/a.jsonl'}]"])
+    assert (cfg.run_dir, cfg.data.train[0].path) == (f"{tmp_path}/run", f"{tmp_path}/a.jsonl")
+    with pytest.raises(ConfigError, match=f"config_dir=~/conf: expected a folder|{tmp_path}/conf"):
+        settings.load(["config_dir=~/conf"])
+    (tmp_path / "conf" / "data").mkdir(parents=True)
+    (tmp_path / "conf" / "data" / "mine.yaml").write_text("# @package data\ntrain: []\n")
+    with pytest.raises(ConfigError, match=r"data.train=\[\]: expected at least one source"):
+        settings.load(["config_dir=~/conf", "data=mine"])
 
 
 def test_a_value_override_wins_over_its_group() -> None:
@@ -154,6 +173,23 @@ WRONG: list[tuple[list[str], list[str]]] = [
     (["grpo.kl_coef=1"], ["Did you mean trainer.grpo.kl_coef?"]),
     (["trainr.devices=2"], ["trainr.devices", "Did you mean trainer.devices?"]),
     (["model.hiden_size=64"], ["model.hiden_size", "Did you mean model.hidden_size?", "+model.hiden_size=64"]),
+    (
+        ["+model.lora.rank=8"],
+        ["model.lora={'rank': 8}: adapters such as LoRA are not supported; all weights are trained"],
+    ),
+    (
+        ["model.peft.peft_scheme=lora"],
+        ["unknown key model.peft.peft_scheme", "Adapters such as LoRA are not supported"],
+    ),
+    (["lora_rank=8"], ["unknown key lora_rank (=8)", "all weights are trained. Fix: leave the key out"]),
+    (["+model.nonsense=3"], ["model.nonsense=3: neither NeMo nor this project reads this key. Fix: leave it out"]),
+    (
+        ["+model.activation_checkpoint_granularity=full"],
+        ["neither NeMo nor", "Fix: model.activations_checkpoint_granularity instead"],
+    ),
+    (["+model.optim.nonsense=1"], ["model.optim.nonsense=1: neither NeMo nor this project reads this key"]),
+    (["+model.seed=4"], ["model.seed=4: the run sets it. Fix: seed instead"]),
+    (["data.train=[{name: a, path: ~/a.jsonl}]"], ["a text with blanks, braces or ~ in quotes of its own"]),
     (["trainer.grpo.correction={knd: none}"], ["trainer.grpo.correction.knd", "correction.kind?"]),
     (["data.train.99.size=1"], ["data.train.99.size", "a list of"]),
     (["trainer.grpo.max_steps.x=1"], ["trainer.grpo.max_steps is a single value"]),
@@ -386,6 +422,9 @@ def test_every_key_has_a_line_with_its_meaning() -> None:
     assert lines(Config) <= {key.name for key in all_keys() if key.rule.meaning}
 
 
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
 class TestModelFolder:
     """`pretrained_checkpoint.restore_from_path`: what is missing or does not fit is said."""
 
@@ -424,6 +463,14 @@ class TestModelFolder:
             ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "or 'llama3' with factor, low_freq_factor"),
             ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling={'type': 'yarn'"),
             ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "rope_parameters={'rope_type': 'linear'"),
+            (
+                {"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+                "rope_theta=10000.0 and rope_parameters.rope_theta=1000000.0: expected one value",
+            ),
+            (
+                {"rope_scaling": {"type": "default"}, "rope_parameters": {"rope_type": "llama3", **LLAMA3}},
+                "rope_scaling.type=default and rope_parameters.rope_type=llama3: expected one value",
+            ),
             ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters={'full_attention'"),
             ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; expected 'silu'"),
             ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
@@ -519,7 +566,7 @@ def save(cfg: DictConfig, folder: Path) -> None:
 
 class TestConfigFile:
     def test_a_saved_configuration_loads_as_it_was(self, tmp_path: Path) -> None:
-        cfg = settings.load(["seed=5", "stage=run6", "+model.new_key=1"])
+        cfg = settings.load(["seed=5", "stage=run6", "+model.gc_interval=1"])
         save(cfg, tmp_path / "run")
         again = settings.load([], tmp_path / "run" / "config.yaml")
         assert OmegaConf.to_container(again) == OmegaConf.to_container(cfg)

@@ -18,6 +18,7 @@ from nemo_prorl.data.prepared import missing_files, task_of
 from nemo_prorl.files import objects_in
 from nemo_prorl.launcher.doctor.check import Check, NoAnswer, ask
 from nemo_prorl.lifecycle.base_model import initial_model
+from nemo_prorl.planning.prompts import template_fault
 from nemo_prorl.rewards.interface import opened_thought
 
 _TOKENIZER = """
@@ -87,6 +88,9 @@ def check_model(cfg: DictConfig) -> Iterator[Check]:
     facts = TokenizerFacts(**answer)
     yield judge_vocabulary(facts, config.get("vocab_size"))
     yield judge_eos(facts, config, generation, folder)
+    if facts.chat and (fault := template_fault(cfg.data, folder)) is not None:
+        yield _failed("chat", fault)
+        return
     missing = len(missing_files(cfg)) if cfg.data.prompt == "as_written" else 0  # otherwise the key decides
     yield judge_chat(facts, source_with_messages(cfg), missing)
 

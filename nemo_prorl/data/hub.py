@@ -55,8 +55,9 @@ def download(repo: str, patterns: Sequence[str], revision: str | None, to: str, 
 def model_folder(text: str, option: str, weights: bool) -> Path:
     """Return the folder of a model, given as a path or as a name on the hub.
 
-    A path is returned without a check; `~` at its beginning is the home folder.  A model on the hub is downloaded into the hub's cache, unless cached.  A name
-    without a revision means the cached files if there are any, otherwise the newest revision.
+    A path is returned without a check; `~` at its beginning is the home folder.  A model on the hub is downloaded into
+    the hub's cache, unless cached.  A name without a revision means the cached files if there are any, otherwise the
+    newest revision.
 
     Args:
         text: path of a folder, or NAMESPACE/NAME or NAMESPACE/NAME@REVISION on the hub.  If the parent folder of

@@ -63,10 +63,8 @@ def weights_fault(folder: Path) -> str | None:
         try:
             found |= _tensors_in(file)
         except (OSError, ValueError, KeyError) as error:
-            return (
-                pointer_fault(file)
-                or f"{file}: expected a whole file in the safetensors format ({error}). Fix: copy it again"
-            )
+            fault = f"{file}: expected a whole file in the safetensors format ({error}). Fix: copy it again"
+            return pointer_fault(file) or fault
     if not found:
         return None
     if fault := _index_fault(folder, {file.name for file in folder.glob("*.safetensors")}):
@@ -166,9 +164,8 @@ def _equal(one: _Tensor, two: _Tensor) -> bool:
 
 def tokenizer_fault(folder: Path) -> str | None:
     """Return which files of a tokenizer a model folder lacks, or that transformers 4 cannot load it."""
-    for file in (
-        folder / name for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
-    ):
+    names = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+    for file in (folder / name for name in names):
         if file.is_file() and (fault := json_fault(file) if file.suffix == ".json" else pointer_fault(file)):
             return fault
     lacks = [] if (folder / "tokenizer_config.json").is_file() else ["no tokenizer_config.json"]
@@ -254,6 +251,15 @@ def no_template(need: str) -> str:
         " the folder, as the file chat_template.jinja or the key chat_template of tokenizer_config.json; or"
         " data.prompt=text, which makes text of messages"
     )
+
+
+def refused_messages(error: Exception, system: str | None) -> str:
+    """Return that a chat template refuses messages, and the cure.  `system`: value of `data.system`."""
+    if system is None:
+        cure = "write the messages as the template expects them, or data.prompt=text"
+        return f"the tokenizer's chat template refuses its messages: {error}. Fix: {cure}"
+    cure = "leave data.system out, and write its text into the prompts (data.templates), or data.prompt=text"
+    return f"the tokenizer's chat template refuses the messages with data.system={system!r}: {error}. Fix: {cure}"
 
 
 def syntax_fault(folder: Path) -> str | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_prorl.config import DataConfig
-from nemo_prorl.data.model_folder import no_eos, no_template, syntax_fault, tokenizer_fault
+from nemo_prorl.data.model_folder import no_eos, no_template, refused_messages, syntax_fault, tokenizer_fault
 from nemo_prorl.errors import ConfigError, DataError
 from nemo_prorl.rewards.interface import opened_thought
 
@@ -126,10 +126,7 @@ class PromptRenderer:
         except TemplateSyntaxError as error:
             raise ConfigError(syntax_fault(self._folder) or f"{self._folder}: its chat template: {error}") from error
         except TemplateError as error:  # a template refuses messages, such as two of the same role in a row
-            raise DataError(
-                f"record '{record['id']}': the tokenizer's chat template refuses its messages: {error}. Fix: write the"
-                " messages as the template expects them, or data.prompt=text"
-            ) from error
+            raise DataError(f"record '{record['id']}': {refused_messages(error, self._system)}") from error
 
     def opened_thought(self, prompt_ids: Sequence[int]) -> str:
         """Return the `<think>` at the end of a rendered prompt, or an empty string."""

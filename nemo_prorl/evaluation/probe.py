@@ -220,10 +220,8 @@ def _starting_model(cfg: DictConfig) -> Path:
             " pretrained_checkpoint.restore_from_path=FOLDER"
         )
     if folder != base:
-        _log.warning(
-            "the warm-up of this run has not been made, so the model before its warm-up is probed. Fix: prorl warmup"
-            " with the same overrides, then probe again"
-        )
+        # `cautions` has the cure for a model that needs no warm-up.
+        _log.warning("the model before its warm-up is probed; `prorl warmup` with the same overrides would make it")
     return folder
 
 

@@ -7,7 +7,8 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -19,7 +20,7 @@ from omegaconf import DictConfig
 from nemo_prorl import settings
 from nemo_prorl.checks import check_heads
 from nemo_prorl.data.hub import model_folder
-from nemo_prorl.errors import ConfigError, DataError, StoppedCleanly
+from nemo_prorl.errors import ConfigError, DataError, ProrlError, StoppedCleanly
 from nemo_prorl.evaluation import models
 from nemo_prorl.evaluation.catalogue import Benchmark, catalogue, check_files, load_records
 from nemo_prorl.evaluation.formats import EvaluationManifest, EvaluationResults, EvaluationTime
@@ -83,29 +84,28 @@ def evaluate(options: EvaluationOptions) -> EvaluationResults:
     from nemo_prorl.evaluation.sampling import sample_and_judge
     from nemo_prorl.launcher.one_node import locked
 
+    existed = options.out.exists()
     with locked(options.out):
-        exported = (options.out / "model").exists()
-        model = served or models.draft(path, options.out, options.checkpoint)
-        benchmarks = [_fitting(one, model) for one in options.benchmarks]
-        cfg = _fitted(configuration(options, model.folder), model, benchmarks)
-        entries = partial(manifest_of, seed=options.seed, data=options.data, limit=options.limit, known=known)
-        merged(options.out, entries(cfg, model, benchmarks, records), benchmarks, known)  # refuses before the export
-        if served is None:
-            model = models.open_model(path, options.out, options.checkpoint)
-            cfg.pretrained_checkpoint.restore_from_path = str(model.folder)
-        manifest = entries(cfg, model, benchmarks, records)
-        try:
+        with _as_it_was(options.out, existed):
+            model = served or models.draft(path, options.out, options.checkpoint)
+            benchmarks = [_fitting(one, model) for one in options.benchmarks]
+            cfg = _fitted(configuration(options, model.folder), model, benchmarks)
+            entries = partial(manifest_of, seed=options.seed, data=options.data, limit=options.limit, known=known)
+            merged(options.out, entries(cfg, model, benchmarks, records), benchmarks, known)  # before the export
+            source, engines = _source(options, cfg, model), 0 if model.folder is None else cfg.rollout.engines
+            for one in benchmarks:
+                for record in records[one.name]:
+                    source.check(record, one.sampling)
+            if served is None:
+                model = models.open_model(path, options.out, options.checkpoint)
+                cfg.pretrained_checkpoint.restore_from_path = str(model.folder)
+            manifest = entries(cfg, model, benchmarks, records)
             if options.expected is not None:
                 check_expected(manifest, options.expected)
             benchmarks, manifest = merged(options.out, manifest, benchmarks, known)
-        except (ConfigError, DataError):
-            if not exported:  # a folder that is refused stays as it was
-                models.remove_export(options.out)
-            raise
         verdicts = verdicts_folder(manifest)
         parts = [_part(options.out, one, records.get(one.name), verdicts) for one in benchmarks]
         write_json(options.out / "manifest.json", manifest)
-        source, engines = _source(options, cfg, model), 0 if model.folder is None else cfg.rollout.engines
         if engines and (text := estimate(options.out, parts, engines, cfg.trainer.accelerator == "gpu")):
             _log.info("%s", text)
         try:
@@ -118,6 +118,21 @@ def evaluate(options: EvaluationOptions) -> EvaluationResults:
         if found["complete"]:
             models.remove_export(options.out)
         return found
+
+
+@contextmanager
+def _as_it_was(out: Path, existed: bool) -> Iterator[None]:
+    """Remove, after an error of the project inside of the block, the export and the empty new folder `out`."""
+    exported = (out / "model").exists()
+    try:
+        yield
+    except ProrlError:
+        if not exported:
+            models.remove_export(out)
+        if not existed and [path.name for path in out.iterdir()] == [".lock"]:
+            (out / ".lock").unlink()
+            out.rmdir()
+        raise
 
 
 def configuration(options: EvaluationOptions, folder: Path | None) -> DictConfig:

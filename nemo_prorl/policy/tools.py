@@ -115,4 +115,13 @@ def find_checkpoint(path: Path, which: str) -> tuple[Path, Path]:
     run_dir = folder.resolve().parent.parent
     cfg = settings.read_config(run_dir / "config.yaml")
     given = cfg.pretrained_checkpoint.restore_from_path
-    return folder, Path(given) if given else run_dir / "init"
+    source = Path(given) if given else run_dir / "init"
+    if (source / "config.json").is_file():
+        return folder, source
+    if (run_dir / "base" / "config.json").is_file():  # made by a warm-up
+        return folder, run_dir / "base"
+    raise ConfigError(
+        f"{folder}: its config.json and tokenizer are those of {source.absolute()}, from which its run began, and which"
+        f" is not a model folder any more. Fix: move the folder back, or a link: ln -s FOLDER {source.absolute()}"
+        + ("" if source.is_absolute() else f"; or, because the run names it {given}: the current folder of its start")
+    )

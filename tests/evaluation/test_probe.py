@@ -78,6 +78,17 @@ def test_a_run_without_a_model_says_how_to_get_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.starts
+def test_a_small_model_that_would_be_warmed_up_has_one_cure(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", MODELS[next(iter(MODELS))] | {"hidden_size": 128, "max_position_embeddings": 512})
+    model = f"pretrained_checkpoint.restore_from_path={tmp_path / 'model'}"
+    few = "data.train=[{name: few, generator: reasoning_gym:chain_sum, size: 20}]"
+    told = run(tmp_path, model, "trainer.grpo.context_tokens=8", "trainer.grpo.max_response_tokens=4", few).stderr
+    assert told.count("Fix: trainer.warmup.steps=0; if they are untrained, leave it") == 1
+    assert "the model before its warm-up is probed; `prorl warmup` with the same overrides would make it" in told
+    assert "Fix: prorl warmup" not in told
+
+
+@pytest.mark.starts
 def test_a_context_that_is_too_small_is_named_as_train_names_it(tmp_path: Path) -> None:
     write_model(tmp_path / "model", MODELS[next(iter(MODELS))] | {"hidden_size": 128, "max_position_embeddings": 512})
     model = f"pretrained_checkpoint.restore_from_path={tmp_path / 'model'}"

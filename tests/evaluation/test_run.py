@@ -26,6 +26,8 @@ from nemo_prorl.settings import load
 from tests import paper_model
 from tests.evaluation.openai_server import Answers, serve
 from tests.evaluation.test_sampling import Drawn
+from tests.policy.models import QWEN2
+from tests.policy.models import write_model as write_complete
 from tests.rollout.engines import write_model
 from tests.test_formats import against
 
@@ -380,6 +382,7 @@ def test_a_refused_folder_of_another_evaluation_stays_as_it_was(
         return manifests[-1]
 
     monkeypatch.setattr("nemo_prorl.evaluation.run.manifest_of", noted)
+    monkeypatch.setattr("nemo_prorl.evaluation.run.local_engines", lambda *_: Drawn())
     monkeypatch.setattr("nemo_prorl.evaluation.models.exported", exported)
     monkeypatch.setattr("nemo_prorl.launcher.prepare.check_node", lambda *_, **__: None)
     shutil.copytree(made, (checkpoint := tmp_path / "checkpoint") / "hf")
@@ -401,6 +404,24 @@ def test_a_refused_folder_of_another_evaluation_stays_as_it_was(
         assert f"has another evaluation, which differs in: {told}" in caplog.text
         assert len(exports) == count
         assert sorted((tmp_path / "out").rglob("*")) == before
+
+
+def test_a_refused_evaluation_neither_exports_nor_leaves_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("nemo_prorl.launcher.prepare.check_node", lambda *_, **__: None)
+    monkeypatch.setattr("nemo_prorl.evaluation.models.exported", None)  # would end with a TypeError
+    write_complete(tmp_path / "checkpoint" / "hf", QWEN2 | {"num_attention_heads": 2, "num_key_value_heads": 1})
+    checkpoint = tmp_path / "checkpoint"
+    (checkpoint / "state.json").write_text('{"format": 5, "step": 2, "weights_sha256": "a"}')
+    (tmp_path / "mine.jsonl").write_text(json.dumps(RECORDS[0] | {"prompt": "one two " * 99}) + "\n")
+    words = ["evaluate", str(checkpoint), "--benchmarks", str(tmp_path / "mine.jsonl"), "--context", "64"]
+    assert main([*words, "--out", str(tmp_path / "new")]) == 4
+    assert "leaves no room for a response in the context of 64. Fix: --context N" in caplog.text
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "mine").mkdir()
+    assert main([*words, "--out", str(tmp_path / "mine")]) == 4
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == [".lock"]
 
 
 @pytest.mark.parametrize(("dtype", "told_before"), [("float32", True), ("bfloat16", False)])

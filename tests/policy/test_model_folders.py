@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from nemo_prorl import cli, settings
 from nemo_prorl.data.hf_config import tensor_shapes
 from nemo_prorl.data.model_folder import no_template, vocabulary_fault, weights_fault
+from nemo_prorl.errors import ConfigError
 from nemo_prorl.policy.tools import export_hf, import_hf
 from nemo_prorl.rollout.engine.weight_load import shapes_of_model
 from tests.policy.models import MODELS, QWEN2, shapes_of, write_model
@@ -86,6 +87,99 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "header": (lambda model: os.truncate(model / "model.safetensors", 90), "its header is cut off"),
 }
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n"
+HEADS = {"head_dim": 16}
+# Problems that leave room for a response in the context of 64 tokens: the tokenizer's tokens are characters.
+SHORT = ["data.train=[{name: sums, generator: arithmetic, size: 9}]", "data.validation=[]"]
+SHORT += ['data.templates.math="{problem}"']
+# A model, a change of its config.json, and the key that the error names.
+KEYS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (QWEN2, {"hidden_size": 128}, "hidden_size: 64 instead of 128"),
+    (QWEN2, {"vocab_size": 120}, "vocab_size: 99 instead of 120"),
+    (QWEN2, {"intermediate_size": 64}, "intermediate_size: 96 instead of 64"),
+    (
+        QWEN2,
+        {"num_hidden_layers": 3, "vocab_size": 98},
+        "vocab_size: 99 instead of 98, num_hidden_layers: 4 instead of 3",
+    ),
+    (QWEN2, {"model_type": "llama"}, 'model_type: "qwen2" instead of "llama"'),
+    (QWEN2, {"num_key_value_heads": 1}, "num_attention_heads: 2 instead of 4 or num_key_value_heads: 2 instead of 1"),
+    (QWEN2 | HEADS, {"num_attention_heads": 8}, "num_attention_heads: 4 instead of 8"),
+    (QWEN2 | HEADS, {"num_key_value_heads": 4}, "num_key_value_heads: 2 instead of 4"),
+    (QWEN2 | HEADS, {"head_dim": 32}, "head_dim: 16 instead of 32"),
+    (MODELS["qwen3"], {"head_dim": None}, "head_dim: 32 instead of null"),
+    (MODELS["qwen3"], {"model_type": "qwen2"}, 'model_type: "qwen3" instead of "qwen2"'),
+    (MODELS["llama_tied"], {"tie_word_embeddings": False}, "tie_word_embeddings: true instead of false"),
+]
+
+
+@pytest.mark.parametrize(("model", "change", "keys"), KEYS, ids=lambda value: value if isinstance(value, str) else "")
+def test_the_keys_that_the_weights_contradict_are_named(
+    model: dict[str, Any], change: dict[str, Any], keys: str, tmp_path: Path
+) -> None:
+    folder = write_model(tmp_path / "model", model)
+    change_config(folder, **change)
+    assert str(weights_fault(folder)).endswith(f". Fix: in config.json {keys}; or the weights of this config.json")
+
+
+@pytest.mark.parametrize(
+    ("rename", "told"),
+    [
+        (lambda name: name.removeprefix("model."), "AutoModelForCausalLM instead of AutoModel"),
+        (lambda name: f"_orig_mod.{name}", "the model inside of the wrapper that puts '_orig_mod.' before the names"),
+        (lambda name: f"transformer.{name}.x", "Fix: config.json and weights of one model"),
+    ],
+)
+def test_tensors_under_other_names_are_told_with_their_cause(
+    rename: Callable[[str], str], told: str, tmp_path: Path
+) -> None:
+    file = write_model(tmp_path / "model", MODELS["llama_tied"]) / "model.safetensors"
+    save_file({rename(name): tensor for name, tensor in load_file(file).items()}, file)
+    assert told in str(weights_fault(file.parent))
+
+
+def test_files_of_a_model_in_parts_are_counted_without_an_index(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", QWEN2)
+    (model / "model.safetensors").rename(model / "model-00001-of-00002.safetensors")
+    assert "1 of 2 files of weights. Fix: copy the other files" in str(weights_fault(model))
+    (model / "model-00001-of-00002.safetensors").rename(model / "model-00001-of-00001.safetensors")
+    assert weights_fault(model) is None
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json", "tokenizer.model", "config.json"])
+@pytest.mark.parametrize("command", ["plan", "train --dry-run", "import-hf"])
+def test_a_pointer_of_git_lfs_is_told_as_one(
+    file: str, command: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = write_model(tmp_path / "model", QWEN2 | {"num_attention_heads": 2, "num_key_value_heads": 1})
+    (model / file).write_text(POINTER)
+    words = [*command.split(), f"run_dir={tmp_path / 'run'}", f"pretrained_checkpoint.restore_from_path={model}"]
+    assert cli.main([command, str(model), str(tmp_path / "imported")] if command == "import-hf" else words) == 2
+    assert f"{model}/{file}: it is a pointer of git-lfs to the file. Fix: git lfs pull, in {model}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            lambda model: os.truncate(model / "tokenizer.json", 500),
+            r"tokenizer.json:\d+: expected JSON: .* copy the model",
+        ),
+        (
+            lambda model: (model / "tokenizer.json").rename(model / "vocab.json"),
+            r"no vocabulary .tokenizer.json, or vocab",
+        ),
+    ],
+)
+def test_import_refuses_half_a_tokenizer(
+    change: Callable[[Path], object], told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    change(model := write_model(tmp_path / "model", QWEN2))
+    assert cli.main(["import-hf", str(model), str(tmp_path / "imported")]) == 2
+    assert re.search(told, caplog.text)
+    assert not (tmp_path / "imported").exists()
 
 
 def test_a_configuration_that_is_not_json_names_its_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -179,7 +273,7 @@ def test_a_run_whose_prompts_all_need_a_chat_template_is_refused_without_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = write_model(tmp_path / "model", QWEN2 | {"num_attention_heads": 2, "num_key_value_heads": 1})
-    words = ["plan", f"run_dir={tmp_path / 'run'}", f"pretrained_checkpoint.restore_from_path={model}"]
+    words = ["plan", f"run_dir={tmp_path / 'run'}", f"pretrained_checkpoint.restore_from_path={model}", *SHORT]
     assert cli.main([*words, "data.prompt=chat"]) == 2
     assert f"{model}: {no_template('data.prompt=chat')}" in caplog.text
     caplog.clear()
@@ -257,7 +351,7 @@ def test_a_chat_template_that_is_not_jinja_is_refused_with_its_line(
 ) -> None:
     model = write_model(tmp_path / "model", QWEN2 | {"num_attention_heads": 2, "num_key_value_heads": 1})
     (model / "chat_template.jinja").write_text("{% for message in messages %}\n{{ message.content }")
-    words = [*command, f"run_dir={tmp_path / 'run'}", f"pretrained_checkpoint.restore_from_path={model}"]
+    words = [*command, f"run_dir={tmp_path / 'run'}", f"pretrained_checkpoint.restore_from_path={model}", *SHORT]
     assert cli.main([*words, "data.prompt=chat"]) == 2
     assert f"{model}: the chat template is not Jinja: line 2: " in caplog.text
     assert cli.main([*words, "data.prompt=text"]) == 0
@@ -267,9 +361,72 @@ def test_a_chat_template_that_is_not_jinja_is_refused_with_its_line(
     assert cli.main([*words, "data.prompt=chat"]) == 0  # transformers has this tag
 
 
+@pytest.mark.parametrize("command", ["plan", "train --dry-run", "train", "doctor"])
+def test_a_chat_template_that_refuses_a_system_prompt_is_told_before_a_start(
+    command: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_model(tmp_path / "model", QWEN2 | {"num_attention_heads": 2, "num_key_value_heads": 1})
+    refuse = "{% if messages[0].role == 'system' %}{{ raise_exception('No system role.') }}{% endif %}"
+    (model / "chat_template.jinja").write_text(refuse + "{{ messages[0].content }}")
+    words = [f"run_dir={tmp_path / 'run'}", f"pretrained_checkpoint.restore_from_path={model}", "data.prompt=chat"]
+    words += ["trainer.warmup.steps=0", *SHORT]
+    assert cli.main([*command.split(), *words, "data.system=Hi."]) in (2, 3, 4)
+    told = caplog.text + capsys.readouterr().out
+    assert "chat template refuses the messages with data.system='Hi.': No system role." in told
+    assert "leave data.system out, and write its text into the prompts (data.templates)" in told
+    assert not (tmp_path / "run" / "endpoints").exists()
+    if command in ("plan", "train --dry-run"):
+        assert cli.main([*command.split(), *words]) == 0
+
+
+@pytest.mark.parametrize("command", ["plan", "train --dry-run", "doctor"])
+def test_generated_prompts_that_fill_the_context_are_told_before_a_start(
+    command: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 1024}
+    model = write_model(tmp_path / "model", QWEN2 | shape)
+    words = [f"run_dir={tmp_path / 'run'}", f"pretrained_checkpoint.restore_from_path={model}"]
+    words += ["trainer.warmup.steps=0", "data=domains", "data.tasks=[instructions]"]
+    assert cli.main([*command.split(), *words, "trainer.grpo.context_tokens=32"]) in (3, 4)
+    told = caplog.text + capsys.readouterr().out
+    assert "trainer.grpo.context_tokens=32 leaves no room for a response to these prompts" in told
+    assert re.search(r"data.train, source 'instructions': \d+ of 64 prompts; the longest, record 'instructions-", told)
+    assert "source 'gcd': 32 of 32 prompts" in told  # of data.validation, which data.tasks leaves as it is
+    assert "data.train, source 'gcd'" not in told
+    if command == "plan":
+        assert cli.main(["plan", *words, "trainer.grpo.context_tokens=512"]) == 0
+        longest = re.search(r"in a sample of the generated problems at most (\d+) tokens", capsys.readouterr().out)
+        assert longest is not None
+        close = int(longest[1]) + 1  # transformers counts exactly, and agrees
+        assert cli.main(["plan", *words, f"trainer.grpo.context_tokens={close}"]) == 0
+        assert cli.main(["plan", *words, f"trainer.grpo.context_tokens={close - 1}"]) == 4
+
+
+def test_a_checkpoint_whose_model_folder_was_moved_names_the_cure(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, run = write_model(tmp_path / "model", QWEN2), tmp_path / "run"
+    checkpoint = run / "checkpoints" / "step-000004"
+    checkpoint.parent.mkdir(parents=True)
+    import_hf(model, checkpoint)
+    shutil.rmtree(checkpoint / "hf")
+    words = [f"run_dir={run}", f"pretrained_checkpoint.restore_from_path={model}"]
+    (run / "config.yaml").write_text(settings.resolved_yaml(settings.load(words)))
+    moved = model.rename(tmp_path / "moved")
+    assert cli.main(["export-hf", str(run), str(tmp_path / "out")]) == 2
+    assert f"Fix: move the folder back, or a link: ln -s FOLDER {model}" in caplog.text
+    with pytest.raises(ConfigError, match=f"if the folder was moved, a link: ln -s {moved} {model}"):
+        settings.load_run([words[0], f"pretrained_checkpoint.restore_from_path={moved}"])
+    model.symlink_to(moved)
+    assert cli.main(["export-hf", str(run), str(tmp_path / "out")]) == 0
+    model.unlink()
+    shutil.copytree(moved, run / "base")  # made by a warm-up
+    assert cli.main(["export-hf", str(run), str(tmp_path / "again")]) == 0
+
+
 def test_another_end_token_in_config_json_is_a_caution(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = write_model(tmp_path / "model", QWEN2 | {"num_attention_heads": 2, "num_key_value_heads": 1})
-    words = ["plan", f"run_dir={tmp_path / 'run'}", f"pretrained_checkpoint.restore_from_path={model}"]
+    words = ["plan", f"run_dir={tmp_path / 'run'}", f"pretrained_checkpoint.restore_from_path={model}", *SHORT]
     assert cli.main(words) == 0
     assert "eos" not in caplog.text
     change_config(model, eos_token_id=7)

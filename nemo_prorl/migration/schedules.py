@@ -39,7 +39,7 @@ def verl_schedule(made: Converted, is_megatron: bool) -> None:
     floors = {key: made.take(key) for key in (f"{optim}.min_lr", f"{optim}.min_lr_ratio")}
     least, of_rate = floors.values()
     floor = least or _share_of_rate(made, of_rate, f"{optim}.min_lr_ratio")
-    _set_course(made, "lr_scheduler_type", kind, _SAME, floor, floors)
+    _set_course(made, "lr_scheduler_type", kind, _SAME, floor, falls=floors)
     steps, share = made.take(f"{optim}.lr_warmup_steps"), made.take(f"{optim}.lr_warmup_steps_ratio")
     if steps is not None and steps >= 0:
         _set_warmup(made, "lr_warmup_steps", steps)
@@ -78,7 +78,7 @@ def nemo_rl_schedule(made: Converted, has_megatron: bool, min_lr: Any) -> None:
     on = "policy.megatron_cfg"
     style, length, steps, init = (made.take(f"{on}.scheduler.{key}") for key in keys)
     unused = {f"{on}.optimizer.min_lr": min_lr, f"{on}.scheduler.lr_decay_iters": length}
-    _set_course(made, "lr_decay_style", style, _SAME, min_lr or 0.0, unused)
+    _set_course(made, "lr_decay_style", style, _SAME, min_lr or 0.0, falls=unused)
     _tell_length(made, "lr_decay_iters", length)
     if not steps:
         made.tell_unused({f"{on}.scheduler.lr_warmup_init": init}, "without a warm-up")

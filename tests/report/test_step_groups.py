@@ -11,7 +11,7 @@ from tests.report.made import STEP_TEXTS, make_step
 
 def page_of(folder: Path, *words: str) -> str:
     """Write the page and return its text."""
-    assert cli.main(["report", str(folder), "--step", "3", *words]) == 0
+    assert cli.main(["report", str(folder), *words]) == 0
     return (folder / "step-3.html").read_text()
 
 
@@ -23,7 +23,7 @@ def test_a_stored_step_is_shown_with_tokens_of_both_sides_verdicts_and_advantage
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     groups = make_step(tmp_path / "run")
-    page = page_of(tmp_path / "run")
+    page = page_of(tmp_path / "run", "--step", "3")
     assert capsys.readouterr().out == f"{tmp_path / 'run' / 'step-3.html'}\n"
     assert draws_on(page) == [10, 11, 12]
     assert page.count("<h3>response ") == 6
@@ -43,7 +43,7 @@ def test_a_stored_step_is_shown_with_tokens_of_both_sides_verdicts_and_advantage
 def test_only_some_groups_are_on_the_page_and_the_table_has_all(tmp_path: Path) -> None:
     make_step(tmp_path / "run")
     for words, draws in ((["--samples", "4"], [10, 11]), (["--draw", "12"], [12]), (["--samples", "0"], [])):
-        page = page_of(tmp_path / "run", *words)
+        page = page_of(tmp_path / "run", "--step", "3", *words)
         assert draws_on(page) == draws
         assert [int(draw) for draw in re.findall("<tr><td>(?:<a href=.#draw-[0-9]+.>)?([0-9]+)", page)] == [10, 11, 12]
         assert [int(draw) for draw in re.findall('href="#draw-([0-9]+)"', page)] == draws
@@ -51,7 +51,7 @@ def test_only_some_groups_are_on_the_page_and_the_table_has_all(tmp_path: Path) 
 
 def test_what_the_trainer_did_not_measure_is_unknown(tmp_path: Path) -> None:
     make_step(tmp_path / "run", 3, 1, False)
-    page = page_of(tmp_path / "run")
+    page = page_of(tmp_path / "run", "--step", "3")
     assert "trainer " not in re.sub("<p>The upper half.*?</p>", "", page)
     assert re.search('<span class="e[0-9]+" title="engine', page)
 

@@ -194,13 +194,13 @@ GSM8K, DAPO = (
         (
             f"{BYPASS}loss_type=reinforce algorithm.rollout_correction.rollout_is=token {TWO}",
             [f"{GRPO}.old_logp=engine"],
-            f"with rollout_is=token it is cispo with {GRPO}.clip_high=1, and no other has a counterpart",
+            f"with rollout_is=token alone it is cispo with {GRPO}.clip_high=1, and no other has a counterpart",
             2,
         ),
         (
             f"{BYPASS}loss_type=reinforce data.train_batch_size=256",
             [f"{CORRECTION}.kind=none", f"{GRPO}.loss=clip"],
-            "bypass_mode=True has no effect there, where a step's only update takes the actor's own",
+            "loss_type=reinforce has no effect there, where a step's only update takes the actor's own",
             0,
         ),
         (f"{BYPASS}loss_type=ppo_clip {ACTOR}.policy_loss.loss_mode=gspo {TWO}", [], "of loss_mode=vanilla there", 0),
@@ -551,9 +551,9 @@ SHAPED = "reward_shaping: {enabled: true, overlong_buffer_length: 64, overlong_b
         (f"{MEGATRON}optimizer: {{decoupled_weight_decay: false}}}}}}", [], "decoupled_weight_decay=False: the wei", 2),
         (f"{MEGATRON}scheduler: {{weight_decay_incr_style: linear}}}}}}", [], "incr_style=linear: the weight decay", 2),
         (
-            f"{MEGATRON}optimizer: {{loss_scale: 3}}}}}}",
+            f"{MEGATRON}optimizer: {{weigth_decay: 3}}}}}}",
             [],
-            "  policy.megatron_cfg.optimizer.loss_scale=3: did you mean",
+            "  policy.megatron_cfg.optimizer.weigth_decay=3: did you mean weight_decay",
             2,
         ),
         (f"{MEGATRON}mtp_num_layers: 2, mtp_loss_scaling_factor: 0.1}}}}", [], "mtp_num_layers=2: such layers and", 2),

@@ -499,7 +499,7 @@ def test_a_sum_over_tokens_is_not_one_that_is_divided(tmp_path: Path, capsys: py
             "policy: {megatron_cfg: {enabled: true, tensor_model_parallel_size: 4},"
             " dtensor_cfg: {tensor_parallel_size: 2}, generation: {colocated: {enabled: false}}}",
             "model.tensor_model_parallel_size=4",
-            r"policy.generation.colocated.enabled=False: the engines are on all of the trainer's GPUs here",
+            r"policy.generation.colocated.enabled=False: these GPUs of the cluster generate only there",
         ),
     ],
     ids=["micro-batch of one", "micro-batches", "dtensor", "megatron"],

@@ -112,8 +112,8 @@ def evaluate(options: EvaluationOptions) -> EvaluationResults:
             sampling = sample_and_judge(cfg, options.out, parts, source, seed=options.seed, num_engines=engines)
             work = asyncio.run(stoppable(sampling))
         finally:
-            for one in parts:
-                one.store.close()
+            for part in parts:
+                part.store.close()
         found = write_results(options.out, manifest, parts, work)
         if found["complete"]:
             models.remove_export(options.out)

@@ -114,6 +114,8 @@ class _Script:
             cure = "; set its numbers yourself, with trainer.grpo.advantage=leave_one_out"
             cure = cure if self.others[0].startswith("RLOO") else ""
             raise ConfigError(f"expected a {_CONFIG} of TRL; got {self.others[0]}, which is not converted{cure}")
+        if any(re.match(r"(from|import) unsloth\b", ast.unparse(node)) for node in self.nodes):
+            yield f"{UNREAD}unsloth", "it changes TRL's trainer and some of its defaults: only TRL's were read"
         for name in self.others:
             yield f"{UNREAD}{name}", f"this trainer is used, too: only {_CONFIG} and {_TRAINER} are read"
         for name in dict.fromkeys(self.renamed.get(last_name(node), last_name(node)) for node in calls):

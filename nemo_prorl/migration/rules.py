@@ -4,6 +4,7 @@ The rules take the settings that they convert out of `Converted.rest`, which beg
 other trainer's defaults.  So a number that the file leaves out becomes an override, too.
 """
 
+import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -244,7 +245,17 @@ def _mistake(key: str, trainer: str) -> str | None:
             near = [theirs for theirs, one in keys.items() if one == ours]
             near = near or get_close_matches(part, sorted(names), 1, cutoff=0.8)
             return f"did you mean {near[0]}?" if near else "no such setting"
-    return None
+    if "." not in key or key in [*_deciding(trainer), *table(trainer)["defaults"]]:
+        return None
+    section, *_, name = key.split(".")  # a name that decides, in another place of its section: policy.lr
+    near = [one for one in _deciding(trainer) if one.startswith(f"{section}.") and one.endswith(f".{name}")]
+    return f"did you mean {near[0]}?" if near else None
+
+
+@functools.cache
+def _deciding(trainer: str) -> list[str]:
+    """Return the other trainer's keys that set what decides the algorithm."""
+    return [theirs for theirs, ours in (table(trainer)["keys"] | table(trainer)["derived"]).items() if ours in _DECIDE]
 
 
 def _devices(made: Converted) -> None:

@@ -308,11 +308,8 @@ def _trl_rewards(made: Converted) -> None:
     models = [one for one in found if one[0] in "'\""]
     if (model := made.take("reward_model_name_or_path")) is not None:
         models.append(repr(model))
-    made.differs += [
-        f"reward_funcs={one}: a reward model is not supported here; a reward that asks a server:"
-        " docs/howto/reward_server.md"
-        for one in models
-    ]
+    text = "a reward model is not supported here; a reward that asks a server: docs/howto/reward_server.md"
+    made.unknown |= dict.fromkeys((f"reward_funcs={one}" for one in models), text)
     values = weights if isinstance(weights, list) and len(weights) == len(found) else None
     pairs = zip(found, values or [1] * len(found), strict=True)
     used = {name: weight for name, weight in pairs if name not in models}

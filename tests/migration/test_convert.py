@@ -352,12 +352,18 @@ def test_scaled_rewards_of_trl_are_group_norm(tmp_path: Path, capsys: pytest.Cap
     assert not any("scale_rewards" in line for line in comments)
 
 
-def test_a_reward_model_of_trl_is_named_as_different(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_reward_model_of_trl_is_for_the_user_to_decide(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = TRL_SCRIPT.replace("[form, accuracy]", '"org/reward-model"')
-    _, comments = converted("trl", text, tmp_path / "train.py", capsys)
+    _, comments = converted("trl", text, tmp_path / "train.py", capsys, 2)
     told = "a reward model is not supported here; a reward that asks a server: docs/howto/reward_server.md"
     assert f"  reward_funcs='org/reward-model': {told}" in comments
     assert not any(line.startswith("reward (") for line in comments)
+
+
+def test_a_script_of_unsloth_is_not_one_of_trl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = f"from unsloth import FastLanguageModel\n{TRL_SCRIPT}"
+    _, comments = converted("trl", text, tmp_path / "train.py", capsys, 2)
+    assert "  unsloth: it changes TRL's trainer and some of its defaults: only TRL's were read" in comments
 
 
 @pytest.mark.parametrize(

@@ -556,6 +556,8 @@ SHAPED = "reward_shaping: {enabled: true, overlong_buffer_length: 64, overlong_b
             "  policy.megatron_cfg.optimizer.weigth_decay=3: did you mean weight_decay",
             2,
         ),
+        ("policy: {lr: 1e-6}", [], "  policy.lr=1e-06: did you mean policy.optimizer.kwargs.lr?", 2),
+        ("env: {reward_model: {enabled: true}}", [], "env.reward_model.enabled=True: a reward model is not", 2),
         (f"{MEGATRON}mtp_num_layers: 2, mtp_loss_scaling_factor: 0.1}}}}", [], "mtp_num_layers=2: such layers and", 2),
         (f"{MEGATRON}mtp_num_layers: 2, mtp_loss_scaling_factor: 0.0}}}}", [], None, 0),
         (

@@ -1,11 +1,11 @@
 """How sure a fork is: arms that differ in nothing that matters, with common and with other random numbers.
 
-    prorl fork RUN --arms none model.optim.lr=1.001e-4 model.optim.lr=0.999e-4 seed=11 seed=12 seed=13 --steps 200
-    .venv/train/bin/python benchmarks/fork_noise.py RUN/forks/500 --steps 200
+    prorl fork RUN --checkpoint STEP --arms none model.optim.lr=2.002e-4 seed=11 --steps 100      for several STEP
+    .venv/train/bin/python benchmarks/fork_noise.py RUN/forks/* --steps 100
 
-Arms whose learning rate differs by a thousandth draw the same prompts with the same seeds: their differences are those
-of a paired comparison whose arms are equal.  Arms of other seeds are two unpaired runs.  With the noise found, trials
-of a reset that changes nothing are simulated: how often does one win or lose?
+The rate of the laptop's model is 2e-4.  Arms whose rate differs by a thousandth draw the same prompts with the same
+seeds: their differences are those of a paired comparison whose arms are equal.  Arms of other seeds are two unpaired
+runs.  With the noise found, trials of a reset that changes nothing are simulated: how often does one win or lose?
 """
 
 import argparse
@@ -60,30 +60,33 @@ def told(line: str) -> None:
 def main() -> None:
     """Print the table and the simulated trials."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="folder of the arms, RUN/forks/STEP")
+    parser.add_argument("folders", type=Path, nargs="+", help="folders of the arms of a fork, RUN/forks/STEP")
     parser.add_argument("--steps", type=int, required=True, help="steps of each arm")
     args = parser.parse_args()
     told(describe())
-    arms = sorted(path.parent for path in args.folder.glob("*/config.yaml") if path.parent.name != "reset")
-    seeds = {arm: read_config(arm / "config.yaml").seed for arm in arms}
-    own = seeds[args.folder / "none"]
-    noise = float(read_config(args.folder / "none" / "config.yaml").trainer.resets.get("trial_noise", 0.005))
-    told(f"arms of {args.steps} steps; scores: mean over the later half of the validations")
-    told("random numbers  arms  pairs  SD of the difference  its SE over prompts  training alone")
-    for name, chosen in (
-        ("common", [a for a in arms if seeds[a] == own]),
-        ("other", [a for a in arms if a.name == "none" or seeds[a] != own]),
-    ):
-        found = differences(chosen, args.steps)
+    told(f"forks: {len(args.folders)}; arms of {args.steps} steps; scores: mean over the later half of the validations")
+    groups: dict[str, list[PairedDifference]] = {"common": [], "other": []}
+    for folder in args.folders:
+        arms = sorted(path.parent for path in folder.glob("*/config.yaml") if path.parent.name != "reset")
+        seeds = {arm: read_config(arm / "config.yaml").seed for arm in arms}
+        own = seeds[folder / "none"]
+        groups["common"] += differences([a for a in arms if seeds[a] == own], args.steps)
+        groups["other"] += differences([a for a in arms if a.name == "none" or seeds[a] != own], args.steps)
+    noise = float(read_config(args.folders[0] / "none" / "config.yaml").trainer.resets.get("trial_noise", 0.005))
+    told("random numbers  pairs  SD of the difference  its SE over prompts  training alone")
+    spreads = []
+    for name, found in groups.items():
         spread = math.sqrt(statistics.fmean(one.mean**2 for one in found))  # the expected difference is 0
         se = statistics.fmean(one.se for one in found)
         training = math.sqrt(max(0.0, spread**2 - se**2))
-        told(f"{name:14s}  {len(chosen):4d}  {len(found):5d}  {spread:20.4f}  {se:19.4f}  {training:14.4f}")
+        spreads.append(spread)
+        told(f"{name:14s}  {len(found):5d}  {spread:20.4f}  {se:19.4f}  {training:14.4f}")
         if name == "common":
             for reckoned in (0.0, noise, 2 * noise):
                 wrong = false_choices(se, training, reckoned)
                 text = f"trial_noise {reckoned:g}: {wrong} of {TRIALS} simulated trials of equal arms are decided"
                 told(f"    {text} ({100 * wrong / TRIALS:.1f} %)")
+    told(f"a difference of unpaired runs spreads {spreads[1] / spreads[0]:.1f} times as far as a paired one")
 
 
 if __name__ == "__main__":

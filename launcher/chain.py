@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import json
 import logging
 import re
 import shlex
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_prorl.errors import ConfigError, ProrlError
+from nemo_prorl.files import read_object
 from nemo_prorl.launcher import chain_slurm
 from nemo_prorl.launcher.chain_slurm import ChainStage
 from nemo_prorl.launcher.curves import OF_A_CHAIN, RunResults, draw
@@ -133,7 +133,7 @@ def _checkpoints(folder: Path) -> str:
     checkpoints = complete(folder / "checkpoints") or complete(folder.parent)
     if not checkpoints:
         return "a folder such as RUN/checkpoints/step-000100"
-    scores = json.loads((checkpoints[-1] / "state.json").read_text()).get("validation", {}).get("scores", {})
+    scores = (read_object(checkpoints[-1] / "state.json") or {}).get("validation", {}).get("scores", {})
     means = {int(step): score["all"]["mean"] for step, score in scores.items()}
     named = [f"{p} (held-out {means[step_of(p)]:.3f})" if step_of(p) in means else str(p) for p in checkpoints]
     return "one of " + ", ".join(named)

@@ -91,7 +91,7 @@ def launch(root: Path, folder: Path, stages: Sequence[ChainStage], args: argpars
     """
     container = [f"--container-image={args.container_image}"] if args.container_image else []
     container += [f"--container-mounts={args.container_mounts}"] if args.container_mounts else []
-    commands = _Commands(root, folder, _sbatch_flags(args.sbatch), container)
+    commands = _Commands(root, folder, sbatch_flags(args.sbatch), container)
     if not (root / SCRIPT).is_file():
         raise UnfitMachine(
             f"{root / SCRIPT}: expected the script to submit; no such file. Fix: use a checkout of the project that is"
@@ -167,7 +167,7 @@ def _submit(commands: _Commands, todo: Sequence[ChainStage], record: ChainRecord
     try:
         for stage in todo:
             words = commands.of(stage, jobs[-1] if jobs else None)
-            job = _sbatch(words, commands.root, stage.name)
+            job = submit(words, commands.root, f"stage {stage.name}")
             jobs.append(job)
             entries[stage.name].update({"job": job, "command": words, "time": time.time()})
             write_json(commands.folder / RECORD, record)
@@ -184,14 +184,18 @@ def _submit(commands: _Commands, todo: Sequence[ChainStage], record: ChainRecord
         raise
 
 
-def _sbatch(words: list[str], root: Path, stage: str) -> str:
-    """Run an sbatch command for a stage; return the job's id."""
+def submit(words: list[str], root: Path, what: str) -> str:
+    """Run an sbatch command in the project's folder; return the job's id.
+
+    Args:
+        what: what is submitted, for the message of UnfitMachine.
+    """
     try:
         job = call(words, _SUBMIT_S, root).strip().partition(";")[0]  # ID;CLUSTER if there are several clusters
     except UnfitMachine as error:
-        raise UnfitMachine(f"stage {stage} was not submitted: {error}") from error
+        raise UnfitMachine(f"{what} was not submitted: {error}") from error
     if not job.isdecimal():
-        raise UnfitMachine(f"stage {stage}: sbatch printed no job id, but {job!r}. Fix: check squeue --me")
+        raise UnfitMachine(f"{what}: sbatch printed no job id, but {job!r}. Fix: check squeue --me")
     return job
 
 
@@ -206,7 +210,7 @@ def _take_back(jobs: Sequence[str]) -> str:
     return f"cancelled the job{'s' if len(jobs) > 1 else ''} submitted before it: {', '.join(jobs)}"
 
 
-def _sbatch_flags(text: str | None) -> list[str]:
+def sbatch_flags(text: str | None) -> list[str]:
     """Return the flags in `--sbatch`.  Raises ConfigError for flags that `prorl launch` sets itself."""
     try:
         flags = shlex.split(text or "")
@@ -248,8 +252,13 @@ def _refuse_those_at_work(todo: Sequence[ChainStage], record: ChainRecord | None
 def live_jobs(names: Sequence[str], record: ChainRecord | None) -> dict[str, tuple[str, str]]:
     """Return {id: (stage, state)} of the Slurm jobs of these stages that wait or run."""
     jobs = {e["job"]: e["stage"] for e in (record["stages"] if record else []) if e["job"] and e["stage"] in names}
-    states = queued(list(jobs)) if jobs else {}
-    return {j: (stage, states[j].state) for j, stage in jobs.items() if j in states and states[j].state not in _OVER}
+    return {job: (jobs[job], state) for job, state in live(list(jobs)).items()}
+
+
+def live(jobs: Sequence[str]) -> dict[str, str]:
+    """Return {id: state} of those of the jobs that wait or run."""
+    states = queued(jobs) if jobs else {}
+    return {job: states[job].state for job in jobs if job in states and states[job].state not in _OVER}
 
 
 def _rehearsal(commands: _Commands, todo: Sequence[ChainStage]) -> str:

@@ -24,7 +24,7 @@ from omegaconf import DictConfig
 
 from nemo_prorl.algorithms.paired import PairedDifference, difference, later_half, look
 from nemo_prorl.errors import ConfigError
-from nemo_prorl.files import read_object, read_objects, write_json
+from nemo_prorl.files import read_object, read_objects, write_json, write_text
 from nemo_prorl.launcher.formats import ForkArm, ForkRecord
 from nemo_prorl.lifecycle.bottleneck import number
 from nemo_prorl.lifecycle.control import place
@@ -81,6 +81,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--out", metavar="OUT", type=Path, help="folder of the arms (default: forks/STEP in each RUN)")
     early_help = "end an arm as soon as it is decided whether it is better or worse than the first; of one RUN"
     parser.add_argument("--early", action="store_true", help=early_help)
+    sbatch_help = "submit each arm as a Slurm job, with these flags of sbatch, which may be '' (slurm/stage.sbatch)"
+    parser.add_argument("--sbatch", metavar="FLAGS", help=sbatch_help)
     parser.add_argument("--dry-run", action="store_true", help="print the command of each arm, start nothing")
     parser.set_defaults(run_command=run)
 
@@ -88,7 +90,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(args: argparse.Namespace) -> int:
     """Run the arms one after the other, then print the comparison; return 0, or the exit code of an unfinished arm.
 
-    Raises ConfigError: a checkpoint or a key does not exist.
+    With --sbatch, submit the unfinished arms; print the comparison if there are none.
+
+    Raises:
+        ConfigError: a checkpoint or a key does not exist.
+        UnfitMachine: Slurm is missing or refused a job.
     """
     from nemo_prorl import settings
     from nemo_prorl.launcher import one_node, run_results
@@ -97,7 +103,12 @@ def run(args: argparse.Namespace) -> int:
     for folder, record in forks.items():
         folder.mkdir(parents=True, exist_ok=True)  # `retention.retain` then keeps the checkpoint
         write_json(folder / RECORD, record)
-    if args.dry_run:
+    if args.sbatch is not None:
+        unfinished = [one for one in todo if run_results.finished_step(one[0] / one[1].name, args.steps) is None]
+        if unfinished:
+            _submit(unfinished, forks, args.sbatch, args.dry_run)
+            return 0
+    elif args.dry_run:
         sys.stdout.write("".join(f"{command}\n" for command in commands))
         return 0
     for count, (folder, arm, cfg) in enumerate(todo, 1):
@@ -118,6 +129,38 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _submit(todo: _Todo, forks: Mapping[Path, ForkRecord], flags: str, is_rehearsal: bool) -> None:
+    """Submit a Slurm job for each arm of `todo` without one; the arm's config.yaml has what the job trains.
+
+    Args:
+        is_rehearsal: only write config.yaml and print the commands.
+    """
+    from nemo_prorl import settings
+    from nemo_prorl.launcher.chain_slurm import SCRIPT, live, sbatch_flags, submit
+    from nemo_prorl.launcher.submission import ROOT, SAVED
+
+    own = sbatch_flags(flags)
+    entries = {folder / arm["folder"]: arm for folder, record in forks.items() for arm in record["arms"]}
+    states = {} if is_rehearsal else live([entry["job"] for entry in entries.values() if entry["job"]])
+    for folder, arm, cfg in todo:
+        run_dir = folder / arm.name
+        if (job := entries[run_dir]["job"]) and job in states:
+            sys.stdout.write(f"{arm.text}  job {job} is {states[job]}\n")
+            continue
+        run_dir.mkdir(exist_ok=True)
+        write_text(run_dir / "config.yaml", settings.resolved_yaml(cfg))
+        name = f"--job-name=fork-{folder.name}-{arm.name}"
+        words = ["sbatch", "--parsable", name, *own, SCRIPT, SAVED, f"run_dir={run_dir}"]
+        if is_rehearsal:
+            sys.stdout.write(f"{shlex.join(words)}\n")
+            continue
+        job = entries[run_dir]["job"] = submit(words, ROOT, f"arm {arm.text}")
+        write_json(folder / RECORD, forks[folder])
+        sys.stdout.write(f"{arm.text}  job {job}\n")
+    if not is_rehearsal:
+        sys.stdout.write("when the jobs have ended, the same command compares the arms\n")
+
+
 def composed(args: argparse.Namespace) -> tuple[_Todo, dict[Path, ForkRecord], list[str]]:
     """Return the arms of all runs, the content of fork.json by its folder, and the commands that train the arms."""
     from nemo_prorl import settings
@@ -126,6 +169,10 @@ def composed(args: argparse.Namespace) -> tuple[_Todo, dict[Path, ForkRecord], l
         raise ConfigError(f"--steps={args.steps}: expected at least 1")
     if args.out is not None and len(args.runs) > 1:
         raise ConfigError(f"--out {args.out}: expected one RUN; without --out each RUN gets its own folder")
+    if args.early and args.sbatch is not None:
+        raise ConfigError(
+            "--early: expected arms one after the other, which --sbatch does not start. Fix: leave one out"
+        )
     if args.early and len(args.runs) > 1:
         raise ConfigError("--early: expected one RUN, because the prompts of one run decide. Fix: fork each RUN")
     if twice := [arm for arm in args.arms if args.arms.count(arm) > 1]:
@@ -144,13 +191,14 @@ def composed(args: argparse.Namespace) -> tuple[_Todo, dict[Path, ForkRecord], l
             words += [f"trainer.grpo.max_steps={args.steps}", *arm.overrides]
             todo.append((folder, arm, settings.load_run(words, run_dir / "config.yaml")))
             commands.append(shlex.join(["prorl", "train", "--config", str(run_dir / "config.yaml"), *words]))
-        own = todo[-len(args.arms) :]
+        own, held = todo[-len(args.arms) :], read_fork(folder)
+        jobs = {arm["folder"]: arm.get("job") for arm in held["arms"]} if held else {}
         forks[folder] = {
             "format": 1,
             "checkpoint": str(checkpoint),
             "steps": args.steps,
             "early_noise": own[0][2].trainer.resets.trial_noise if args.early else None,
-            "arms": [{"text": arm.text, "folder": arm.name} for _, arm, _ in own],
+            "arms": [{"text": arm.text, "folder": arm.name, "job": jobs.get(arm.name)} for _, arm, _ in own],
         }
     return todo, forks, commands
 

@@ -83,6 +83,8 @@ class ForkArm(TypedDict):
     """the arm, as in --arms"""
     folder: str
     """name of its run directory beside this file"""
+    job: str | None
+    """id of its Slurm job; null: none was submitted"""
 
 
 class ForkRecord(TypedDict):

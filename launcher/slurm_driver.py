@@ -10,7 +10,7 @@ event                 reaction
 exit 0, 2, 3 or 4     the job ends with this code; after 3 it is requeued without the unfit node if enough nodes remain
 crash                 starts again in this allocation, at most `launch.attempts` times in a row without a new checkpoint
 SIGUSR1, preemption   the run is stopped cleanly; the job is requeued once the run has ended, or when time runs out
-lost node             Slurm requeues the job; where it only ends the step, as after a crash
+lost node             Slurm requeues the job; where it only ends the step, as after a crash or as for a bad node
 bad node              a node that fails twice in a row or starts no program: the job is requeued without it
 `prorl control stop`  the job ends with 75
 scancel               the job is not requeued: after SIGTERM this process starts nothing and sends Slurm no requests

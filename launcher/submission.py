@@ -20,7 +20,9 @@ from nemo_prorl.launcher.slurm_queries import Job, output, say
 ROOT = Path(__file__).absolute().parent.parent.parent  # the repository: this file's path is ROOT/nemo_prorl/launcher/
 OWN_PYTHON = str(ROOT / ".venv" / "train" / "bin" / "python")
 IN_CONTAINER = "/opt/nemo_prorl"  # the project's folder in the image, as in the Dockerfile
+SAVED = "saved"  # in place of a stage: the configuration that the run directory has
 CLUSTER = "h100_4x8"  # default of cluster=...; matches the #SBATCH lines of slurm/stage.sbatch
+GROUPS = ("algorithm", "cluster", "data", "model", "stage")  # the folders of conf/
 # Overrides that are paths.  Relative paths are made absolute, because a container starts in another folder.
 _PATHS = re.compile(
     r"pretrained_checkpoint\.restore_from_path|data\.folder|data\.(train|validation)\.\d+\.path|rollout\.python"
@@ -34,7 +36,8 @@ _SHOWN = ("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_", "CUDA_", "NVTE_", "OMP
 
 def arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="stage.sbatch", description="Run a stage as a Slurm job.")
-    parser.add_argument("stage", metavar="STAGE", help="stage to run: run1 to run8; none: a run outside the stages")
+    text = "stage to run: run1 to run8; none: a run outside the stages; saved: the run of RUN_DIR/config.yaml"
+    parser.add_argument("stage", metavar="STAGE", help=text)
     parser.add_argument("overrides", metavar="OVERRIDE", nargs="*", help="KEY=VALUE, as for prorl train")
     image, mounts = os.environ.get("PRORL_CONTAINER_IMAGE"), os.environ.get("PRORL_CONTAINER_MOUNTS")
     text = "image of the container for pyxis; default: $PRORL_CONTAINER_IMAGE, or no container"
@@ -52,7 +55,20 @@ def arguments(argv: list[str]) -> argparse.Namespace:
         parser.error(
             f"{args.stage}: expected the stage as the first argument, such as run1; 'none' for a run outside the stages"
         )
+    if args.stage == SAVED and (fault := _not_saved(args.overrides)):
+        parser.error(f"{SAVED}: {fault}")
     return args
+
+
+def _not_saved(overrides: list[str]) -> str | None:
+    """Return why no saved configuration can be run; None if the overrides name one."""
+    given = dict(text.partition("=")[::2] for text in overrides)
+    if "run_dir" not in given:
+        return "expected run_dir=FOLDER after it, the folder of a run"
+    if not (saved := Path(given["run_dir"]).absolute() / "config.yaml").is_file():
+        return f"expected {saved}, the configuration of a run; there is no such file"
+    group = next((key for key in given if key in GROUPS), None)
+    return None if group is None else f"{group}={given[group]} would choose another configuration. Fix: leave it out"
 
 
 class Submission:
@@ -67,10 +83,13 @@ class Submission:
         given = dict(text.partition("=")[::2] for text in args.overrides)
         self.run_dir = Path(given.get("run_dir", folder)).absolute()
         rest = [text for text in args.overrides if not text.startswith("run_dir=")]
-        rest = [absolute(text) for text in (rest if "cluster" in given else [f"cluster={CLUSTER}", *rest])]
-        if args.container_image and "data.folder" not in given:
-            rest.append(absolute(f"data.folder={_DATA}"))
-        self.overrides = [f"stage={args.stage}", f"run_dir={self.run_dir}", *rest]
+        if args.stage == SAVED:  # an override of a group would make `settings.load_run` leave it out
+            self.overrides = [f"run_dir={self.run_dir}", *map(absolute, rest)]
+        else:
+            rest = [absolute(text) for text in (rest if "cluster" in given else [f"cluster={CLUSTER}", *rest])]
+            if args.container_image and "data.folder" not in given:
+                rest.append(absolute(f"data.folder={_DATA}"))
+            self.overrides = [f"stage={args.stage}", f"run_dir={self.run_dir}", *rest]
         self.plan: dict[str, Any] = {}
 
     def python(self) -> list[str]:

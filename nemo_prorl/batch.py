@@ -66,6 +66,11 @@ class Rows:
             self.valid_B[list(numbers)],
         )
 
+    def of_responses(self, value_BT: Tensor) -> list[Tensor]:
+        """Return the values of each row's response tokens, from values [B, T] of the padded rows."""
+        bounds = zip(value_BT, self.prompt_B.tolist(), self.length_B.tolist(), strict=True)
+        return [value_T[begin:end].clone() for value_T, begin, end in bounds]
+
     def batch(self, width: int) -> "Batch":
         """Return the rows padded to `width` positions, which must be at least the longest row's length.
 

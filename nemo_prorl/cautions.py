@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl.algorithms.reset_rules import LEAST_BASELINE, LEAST_DIFFERENCES
-from nemo_prorl.algorithms.schedule import begins_with_reset, emptying, fixed_resets, rate_of_run, warmup_steps
+from nemo_prorl.algorithms.schedule import begins_with_reset, empties, emptying, fixed_resets, rate_of_run, warmup_steps
 from nemo_prorl.config import ADVISING_RULES, RESET_RULES, ResetRulesConfig, SchedKeys, warms_up
 from nemo_prorl.data.model_folder import other_eos
 from nemo_prorl.files import TEMPORARY
@@ -133,19 +133,26 @@ def _useless_resets(cfg: DictConfig, made: int, done: list[int]) -> Iterator[str
         )
     planned = resets.every is not None or resets.at_steps or resets.mode in ("auto", "trial") or done
     begins = begins_with_reset(cfg)
-    empties = resets.parts != "reference" or resets.roll_back
     fix = "only `prorl control RUN reset` would make one. Fix: trainer.resets.at_steps or every"
     warmup = f"trainer.resets.lr_warmup_steps={resets.lr_warmup_steps}: no effect, because"
-    if resets.lr_warmup_steps and not empties:
-        yield f"{warmup} trainer.resets.parts=reference leaves the optimizer as it is. Fix: trainer.resets.parts=both"
+    if resets.lr_warmup_steps and not empties(resets, resets.roll_back):
+        leaves = f"trainer.resets.parts={resets.parts} leaves the optimizer as it is"
+        yield f"{warmup} {leaves}. Fix: trainer.resets.parts=both"
     elif resets.lr_warmup_steps and not (planned or begins):
         yield (f"{warmup} no reset of the optimizer is planned; {fix}, or model.optim.sched.warmup_steps for the start")
     factor = f"trainer.resets.lr_factor={resets.lr_factor:g}"
     if resets.lr_factor != 1 and not planned:
         yield f"{factor}: no effect, because no reset is planned; {fix}"
+    if resets.lr_factor_steps and resets.lr_factor == 1:
+        yield (
+            f"trainer.resets.lr_factor_steps={resets.lr_factor_steps}: no effect, because trainer.resets.lr_factor=1"
+            " leaves the rate as it is. Fix: trainer.resets.lr_factor=0.5"
+        )
     if resets.roll_back and cfg.data.validation and not (planned or made or _begins(cfg)):
         yield f"trainer.resets.roll_back=true: no effect, because no reset is planned; {fix}"
-    count, lr = sum(step < last for step in {*fixed_resets(resets, made, last), *done} - {0}), cfg.model.optim.lr
+    all_steps, lr = [step for step in {*fixed_resets(resets, made, last), *done} if 0 < step < last], cfg.model.optim.lr
+    window = resets.lr_factor_steps or last
+    count = max((sum(step - window < other <= step for other in all_steps) for step in all_steps), default=0)
     least, most, source = _usual(cfg)["model.optim.lr"]
     if least <= lr <= most and not least <= (falls := lr * resets.lr_factor**count) <= most:
         yield (
@@ -217,7 +224,7 @@ def _long_rises(cfg: DictConfig, made: int) -> Iterator[str]:
     key, rise = _rises(cfg)[True]
     if (
         resets.mode in ("auto", "trial")
-        and resets.parts != "reference"
+        and empties(resets, resets.roll_back)
         and rise > (pause := resets.rules.cooldown_steps)
     ):
         yield (
@@ -235,8 +242,7 @@ def _cut_rises(cfg: DictConfig, made: int, done: list[dict[str, Any]]) -> Iterat
         done: hard resets that it has made.
     """
     resets, steps, rises = cfg.trainer.resets, cfg.trainer.grpo.max_steps, _rises(cfg)
-    empties = resets.parts != "reference" or resets.roll_back
-    later = fixed_resets(resets, made, steps) if empties else []
+    later = fixed_resets(resets, made, steps) if empties(resets, resets.roll_back) else []
     emptied = emptying(resets, done or ([{"step": 0}] if begins_with_reset(cfg) else []))
     starts = [max(emptied, default=0), *(step for step in later if step < steps)]
     shortest: dict[bool, tuple[int, int, int]] = {}  # distance, first and last step
@@ -274,7 +280,7 @@ def _other_rate(cfg: DictConfig, old: DictConfig, made: int, done: list[dict[str
         f" instead of {was:.3g}" if step <= before else f", after {rate_of_run(old, made, done):.3g} in step {made}"
     )
     keys = ("model.optim.lr", *(f"model.optim.sched.{item.name}" for item in fields(SchedKeys)))
-    keys = (*keys, *(f"trainer.resets.{name}" for name in ("parts", "lr_factor", "lr_warmup_steps")))
+    keys = (*keys, *(f"trainer.resets.{name}" for name in ("parts", "lr_factor", "lr_factor_steps", "lr_warmup_steps")))
     pairs = {key: (OmegaConf.select(cfg, key), OmegaConf.select(old, key)) for key in keys}
     if changed := [f"{key}={new} (the run has {own})" for key, (new, own) in pairs.items() if new != own]:
         yield (
@@ -322,6 +328,11 @@ def _resets(cfg: DictConfig) -> Iterator[str]:
         yield (
             "trainer.resets.parts=reference: no effect, because trainer.grpo.kl_coef=0 gives the reference no weight."
             " Fix: trainer.resets.parts=both, or a KL coefficient"
+        )
+    if resets.parts == "none" and resets.lr_factor == 1 and not resets.roll_back:
+        yield (
+            "trainer.resets.parts=none: resets have no effect. Fix: trainer.resets.lr_factor=0.5, which lowers the"
+            " learning rate, or trainer.resets.roll_back=true"
         )
     if resets.roll_back and not held_out and not _begins(cfg):
         yield (

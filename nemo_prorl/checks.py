@@ -202,7 +202,7 @@ _READERS = {
         "collections/nlp/parts/megatron_trainer_builder.py",
         "core/classes/modelPT.py",
     ),
-    "megatron.core": ("transformer/transformer_config.py", "model_parallel_config.py"),
+    "megatron": ("core/transformer/transformer_config.py", "core/model_parallel_config.py"),
 }
 _READ = re.compile(r"(?m)(?:cfg|optim|optim_config)\.get\(\s*[\"'](\w+)|cfg\.(?=(?:model\.)?(\w+))|^    (\w+): ")
 _ADAPTER = re.compile(r"lora|peft|adapter", re.IGNORECASE)
@@ -228,10 +228,7 @@ def _read_by_nemo() -> frozenset[str]:
     """Return the names of the keys that NeMo and Megatron read, from their code; empty if they are not installed."""
     found: set[str] = set()
     for package, files in _READERS.items():
-        try:
-            spec = find_spec(package)
-        except ModuleNotFoundError:
-            spec = None
+        spec = find_spec(package)  # of a package without a parent, which would be imported
         if spec is None or not spec.submodule_search_locations:
             return frozenset()
         for file in files:

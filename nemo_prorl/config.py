@@ -182,7 +182,7 @@ class GRPOConfig:
         may_change=True,
     )
     keep_batches: int = key(
-        20, "newest steps whose complete groups are kept in batches/, 8 bytes per token", least=0, may_change=True
+        20, "newest steps whose complete groups are kept in batches/, 9 bytes per token", least=0, may_change=True
     )
     keep_batches_every: int | None = key(
         100, "steps between batches that are kept for ever; null: none", least=1, may_change=True
@@ -247,11 +247,16 @@ class ResetsConfig:
     at_steps: list[int] = key(list, "steps after whose updates a reset takes place", may_change=True)
     every: int | None = key(None, "steps between resets; null: no regular resets", least=1, may_change=True)
     # Parts, factor and rise also decide the learning rate after resets that were made before, so they may not change.
-    parts: str = key("both", "what is reset; one part alone for ablations", choices=("both", "reference", "optimizer"))
+    parts: str = key(
+        "both",
+        "what is reset; one part alone for ablations; none: only roll_back and lr_factor act",
+        choices=("both", "reference", "optimizer", "none"),
+    )
     roll_back: bool = key(
         False, "at a reset return to the best validated weights since the last reset, if kept", may_change=True
     )
     lr_factor: float = key(1.0, "factor that multiplies the learning rate at each reset", above=0)
+    lr_factor_steps: int | None = key(None, "steps after a reset that have its lr_factor; null: all", least=1)
     lr_warmup_steps: int = key(
         0, "steps of rising learning rate after a reset of the optimizer; 0: as model.optim.sched", least=0
     )

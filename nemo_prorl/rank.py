@@ -1,6 +1,7 @@
 """The program of one trainer rank: builds all parts of a run, connects them, and runs the training.
 
-The supervisor of a node starts this program once for each rank.  No other file knows all parts of a run.
+The supervisor of a node starts this program once for each rank.  Only this file and
+`replay_training` know all parts of a run.
 
     python -m nemo_prorl.rank RUN_DIR [warmup]
 """

@@ -38,6 +38,7 @@ from nemo_prorl.sizing.memory import ModelShape
 from nemo_prorl.trainer import Trainer, TrainerState, advantages
 
 PLAN = "replay.json"
+POLICY, OLDER = "policy", "older"  # folders of an audit: the weights before the step, and before the step before
 LOGPROBS = "logprobs.safetensors"
 
 
@@ -138,6 +139,8 @@ def replay(cfg: Config, folder: Path) -> None:
         trainer.resets.done, trainer.resets.fresh = list(state["resets"]["done"]), bool(state["resets"]["fresh"])
     checkpoints = Path(plan.run_dir) / "checkpoints"
     for step in range(plan.before + 1, plan.last + 1):
+        if plan.audit and step == plan.last - 1:
+            rank.write_policy(policy, folder / OLDER)
         if plan.audit and step == plan.last:
             write_evidence(cfg, folder, policy, trainer.rollouts, step)
         metrics = trainer.train_step(step)
@@ -156,10 +159,12 @@ def write_evidence(cfg: Config, folder: Path, policy: Any, rollouts: Any, step: 
     judged = rollouts.collect(metrics)
     rows, numbers = judged.rows, judged.rows_of_updates(cfg.trainer.grpo.updates_per_step, ranks.size)[ranks.rank]
     logp_BT, _ = policy.actor.logprobs(judged.batch())
-    bounds = zip(torch.cat(numbers).tolist(), rows.prompt_B.tolist(), rows.length_B.tolist(), strict=True)
-    own = {str(number): logp_BT[b, begin:end].clone() for b, (number, begin, end) in enumerate(bounds)}
+    own = {
+        str(number): logp_T
+        for number, logp_T in zip(torch.cat(numbers).tolist(), rows.of_responses(logp_BT), strict=True)
+    }
     every = {name: value for part in ranks.gather(own) for name, value in part.items()}
-    rank.write_policy(policy, folder / "policy")
+    rank.write_policy(policy, folder / POLICY)
     if policy.leader.rank == 0:
         save_file({**every, "advantage": advantages(judged, cfg.trainer.grpo, metrics)}, folder / LOGPROBS)
         groups = read_batch(rollouts.run_dir, step)

@@ -272,6 +272,7 @@ class Trainer:
             advantage_B = advantages(groups, cfg, metrics)[row_B]
             weight_BT, corrected = rollout_correction(old_logp_BT, batch.engine_logp_BT, batch.mask_BT, cfg.correction)
             if entropy_BT is not None:
+                self.ledger.gaps(step, groups, row_B, old_logp_BT - batch.engine_logp_BT)
                 metrics.add("correction", policy.data_ranks.reduce(corrected))
                 self.report_gaps(metrics, batch, old_logp_BT, entropy_BT=entropy_BT, version_B=groups.version_B[row_B])
             batch = batch.with_targets(

@@ -1,9 +1,10 @@
 """What every test may use, and how tests are shared out over the workers of `make test`."""
 
+import gc
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,17 @@ def place(nodeid: str) -> int:
     """Return the row of LONG that a test is in; the number of rows if it is in none."""
     file = nodeid.split("::")[0]
     return next((row for row, files in enumerate(LONG) if file in files), len(LONG))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """While tests are collected nothing becomes garbage; later looks for garbage skip what was imported until then."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -41,6 +41,11 @@ RESETS = [
         ["lr_factor=0.1", "every=10"],
         "trainer.resets.lr_factor=0.1: after 11 resets model.optim.lr=0.0002 is 2e-15; expected 1e-06 to 0.01",
     ),
+    (
+        ["lr_factor_steps=5", "every=10"],
+        "trainer.resets.lr_factor_steps=5: no effect, because trainer.resets.lr_factor=1",
+    ),
+    (["parts=none", "every=10"], "trainer.resets.parts=none: resets have no effect. Fix: trainer.resets.lr_factor=0.5"),
     (["every=1"], "trainer.resets.every=1: a reset after each step leaves the KL to the reference at 0"),
     (["roll_back=true", "data.validation=[]"], "trainer.resets.roll_back=true: no effect, because data.validation is"),
     (["roll_back=true"], "trainer.resets.roll_back=true: no effect, because no reset is planned; only `prorl control"),

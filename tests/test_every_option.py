@@ -337,6 +337,12 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         *("fork --steps", "fork --out", "fork --dry-run"),
     ),
     "tests/launcher/test_fork.py::test_an_arm_that_is_decided_is_stopped_and_not_continued": ("fork --early",),
+    "tests/report/test_step_groups.py::test_only_some_groups_are_on_the_page_and_the_table_has_all": (
+        *("report --step", "report --draw"),
+    ),
+    "tests/launcher/test_fork.py::test_each_arm_is_a_job_of_its_own_configuration_and_is_submitted_once": (
+        "fork --sbatch",
+    ),
     "tests/lifecycle/test_control.py::test_without_a_wait_it_returns_the_id": ("control --wait=0",),
     "tests/lifecycle/test_control.py::test_without_an_answer_the_request_stays": ("control --wait",),
     "tests/test_docs_commands.py::test_the_doctor_and_its_preflight": ("doctor --rows",),

@@ -14,7 +14,10 @@ from safetensors.torch import load_file
 
 from nemo_prorl import cli
 from nemo_prorl.lifecycle.batches import batch_file, read_batch
+from nemo_prorl.replay_training import OLDER
+from nemo_prorl.report.audit import exact
 from nemo_prorl.report.status import run_state, status
+from nemo_prorl.report.step_groups import StoredStep
 from nemo_prorl.rollout.group_arrays import encode
 from tests.test_formats import against
 from tests.whole_runs import (
@@ -203,19 +206,28 @@ def test_a_run_can_be_asked_why(undisturbed: Path, disturbed: Path, capsys: pyte
 
 
 def test_an_audit_names_the_side_that_is_off(
-    undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    audit = ["audit", str(undisturbed), "--step", "3", "--responses", "4"]
+    audit = ["audit", str(undisturbed), "--step", "4", "--responses", "4"]
     assert cli.main(audit) == 0
     told = capsys.readouterr().out
     assert told.endswith("off: nothing\n")
-    for side in ("engine", "trainer"):
-        [line] = [line.split() for line in told.splitlines() if line.startswith(side)]
-        assert line[1] == "float32"
-        assert 0.0 < float(line[2]) < 1e-5
-    page = (undisturbed / "audits" / "3" / "tokens.html").read_text()
-    assert page.count("<h2>response ") == 4
-    assert len(set(re.findall("advantage (-?[0-9.]+)", page))) > 1
+    sides = dict(re.findall(r"^(engine|trainer|engine, given the tokens) +float32 +(\S+)", told, re.M))
+    assert set(sides) == {"engine", "trainer", "engine, given the tokens"}
+    assert all(0.0 < float(gap) < 1e-5 for gap in sides.values())
+    gaps = {int(step): float(gap) for step, gap in re.findall(r"^(\d) +(\S+)$", told, re.M)}
+    assert list(gaps) == [3, 2, 0]  # the replay begins with the checkpoint of step 2
+    assert gaps[3] < 1e-5 < 1e-3 < min(gaps[2], gaps[0])
+    page = (undisturbed / "audits" / "4" / "tokens.html").read_text()
+    assert page.count("<h3>response ") == 4
+    assert page.count("engine with weights 2 -") == page.count('title="engine -')
+    assert cli.main(["report", str(undisturbed), "--step", "4", "--samples=-1"]) == 0
+    whole = (undisturbed / "step-4.html").read_text()
+    assert whole.count("<h3>response ") == 64
+    advantages = re.findall("advantage (-?[0-9.e-]+)", whole)
+    assert set(re.findall("advantage (-?[0-9.e-]+)", page)) <= set(advantages)
+    assert len(set(advantages)) > 1
+    assert whole.count(", trainer -") > 64  # the run has stored them
     run = tmp_path / "run"
     shutil.copytree(undisturbed, run, symlinks=True)
     groups, file = read_batch(run, 3), batch_file(run / "batches", 3)
@@ -225,10 +237,23 @@ def test_an_audit_names_the_side_that_is_off(
     file.write_bytes(encode(groups))
     assert cli.main(["audit", str(run), "--step", "3", "--responses", "1"]) == 1
     told = capsys.readouterr().out
-    assert re.search(r"^off: engine: 1 nats per token from float64, expected at most 0.001 in float32$", told, re.M)
+    beyond = "off: engine: 1 nats per token from float64, expected at most 0.001 in float32"
+    right = "an engine with the weights after step 2 that is given the tokens is right: its decode was off"
+    assert f"{beyond}; {right}" in told
     assert "off: trainer" not in told
     assert "off: rewards: 1 verdicts differ when the responses are judged again" in told
     assert "off: the step is not the same when it is trained again: step 3, sampling: " in told
+    stored = StoredStep(run, 4)  # its engine had the weights of the step before
+    fresh = {n: response for n, response in enumerate(stored.responses) if response[0].version == 3}
+    nothing = {str(n): torch.zeros(0) for n in fresh}
+    temperature = stored.cfg.trainer.grpo.temperature
+    for one in exact(run / "audits" / "4" / OLDER, fresh, nothing, temperature):
+        group, k = fresh[one.number]
+        group.responses[k].logprobs[:] = one.exact.tolist()
+    batch_file(run / "batches", 4).write_bytes(encode(stored.groups))
+    monkeypatch.setattr("nemo_prorl.report.audit.train_again", lambda *_, **__: 0)  # as above
+    assert cli.main(["audit", str(run), "--step", "4", "--responses", "4"]) == 1
+    assert "off: engine: it had the weights after step 2: " in capsys.readouterr().out
 
 
 def replay(run: Path, first: int, last: int, *options: str) -> int:

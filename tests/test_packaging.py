@@ -17,6 +17,7 @@ import yaml
 from packaging.requirements import Requirement
 
 from nemo_prorl.data.laptop.model import build_tokenizer
+from nemo_prorl.lifecycle.run_records import code_sha256
 from tests import paper_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -192,6 +193,8 @@ def test_the_installed_package_is_the_one_of_the_wheel(environment: Path, tmp_pa
     file, version = successful(environment / "bin" / "python", "-c", code, cwd=tmp_path).split()
     assert Path(file).is_relative_to(environment)
     assert version == VERSION
+    code = "from nemo_prorl.lifecycle.run_records import code_sha256; print(code_sha256())"
+    assert successful(environment / "bin" / "python", "-c", code, cwd=tmp_path).strip() == code_sha256()
 
 
 @starts

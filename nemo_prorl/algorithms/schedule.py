@@ -22,8 +22,9 @@ def learning_rate(
     """Return the learning rate of a step's updates.
 
     It falls from `base` over the stage (`sched.name`), and each reset within the stage multiplies it by
-    `resets.lr_factor`.  At the stage's start and after each reset of the optimizer it rises linearly, because Adam's
-    moments begin at 0, and has its full value in the last step of the rise.  A rise does not hold up the fall.
+    `resets.lr_factor`, for good or for `resets.lr_factor_steps` steps.  At the stage's start and after each reset of
+    the optimizer it rises linearly, because Adam's moments begin at 0, and has its full value in the last step of the
+    rise.  A rise does not hold up the fall.
 
     Args:
         step: step of the stage, from 1.
@@ -33,15 +34,20 @@ def learning_rate(
     """
     first = warmup_steps(sched, steps)
     full = _fallen(base, sched, step - 1 - first, steps - first)
-    full *= resets.lr_factor ** sum(0 < reset < step for reset in done)
+    full *= resets.lr_factor ** sum(0 < reset < step <= reset + (resets.lr_factor_steps or step) for reset in done)
     begun = [reset for reset in emptied if reset < step]
     since, rise = (begun[-1], resets.lr_warmup_steps or first) if begun else (0, first)
     return full * min(1.0, (step - since) / rise) if rise else full
 
 
+def empties(resets: ResetsConfig, rolled_back: bool) -> bool:
+    """Return whether a reset resets the optimizer: after a roll-back always, as its moments belong to other weights."""
+    return resets.parts in ("both", "optimizer") or rolled_back
+
+
 def emptying(resets: ResetsConfig, done: Iterable[Mapping[str, Any]]) -> list[int]:
     """Return the steps of those of the resets `done` that reset the optimizer."""
-    return [reset["step"] for reset in done if resets.parts != "reference" or "rolled_back_to" in reset]
+    return [reset["step"] for reset in done if empties(resets, "rolled_back_to" in reset)]
 
 
 def rate_of_run(cfg: Any, step: int, done: Sequence[Mapping[str, Any]]) -> float:

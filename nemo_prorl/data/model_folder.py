@@ -63,8 +63,8 @@ def weights_fault(folder: Path) -> str | None:
         try:
             found |= _tensors_in(file)
         except (OSError, ValueError, KeyError) as error:
-            fault = f"{file}: expected a whole file in the safetensors format ({error}). Fix: copy it again"
-            return pointer_fault(file) or fault
+            broken = f"{file}: expected a whole file in the safetensors format ({error}). Fix: copy it again"
+            return pointer_fault(file) or broken
     if not found:
         return None
     if fault := _index_fault(folder, {file.name for file in folder.glob("*.safetensors")}):

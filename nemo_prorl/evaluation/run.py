@@ -112,8 +112,8 @@ def evaluate(options: EvaluationOptions) -> EvaluationResults:
             sampling = sample_and_judge(cfg, options.out, parts, source, seed=options.seed, num_engines=engines)
             work = asyncio.run(stoppable(sampling))
         finally:
-            for one in parts:
-                one.store.close()
+            for part in parts:
+                part.store.close()
         found = write_results(options.out, manifest, parts, work)
         if found["complete"]:
             models.remove_export(options.out)
@@ -279,8 +279,11 @@ def local_engines(cfg: DictConfig, model: Path, context_tokens: int = 1 << 30) -
     return LocalEngines(renderer, sorted(stop), per_engine, cfg.rollout.engines, cfg.trainer.deadlines.rollout_s)
 
 
-async def stoppable(work: Coroutine[Any, Any, T]) -> T:
-    """Await the work and return its result.  SIGTERM, SIGINT and SIGUSR1 cancel it and raise StoppedCleanly."""
+async def stoppable(work: Coroutine[Any, Any, T], kept: str = "finished responses are stored") -> T:
+    """Await the work and return its result.  SIGTERM, SIGINT and SIGUSR1 cancel it and raise StoppedCleanly.
+
+    `kept`: what a stop leaves, for the error.
+    """
     task, loop, received = asyncio.ensure_future(work), asyncio.get_running_loop(), list[str]()
 
     def stop(number: signal.Signals) -> None:
@@ -295,9 +298,7 @@ async def stoppable(work: Coroutine[Any, Any, T]) -> T:
     except asyncio.CancelledError:
         if not received:
             raise
-        raise StoppedCleanly(
-            f"stopped by {received[0]}; finished responses are stored. Run the same command to continue"
-        ) from None
+        raise StoppedCleanly(f"stopped by {received[0]}; {kept}. Run the same command to continue") from None
     finally:
         for number in signals:
             loop.remove_signal_handler(number)

@@ -23,24 +23,28 @@ _CHECK_EVERY_S = 0.2
 class Services:
     """Context manager that runs the reward server and engines; `watching` restarts failed processes."""
 
-    def __init__(self, cfg: DictConfig, out: Path, tasks: Sequence[str], engines: int) -> None:
+    def __init__(
+        self, cfg: DictConfig, out: Path, tasks: Sequence[str], engines: int, weights: Path | None = None
+    ) -> None:
         """Prepare the processes without starting them.
 
         Args:
             cfg: Configuration of a run.
             out: Folder of the evaluation, which gets endpoints/ and logs/.
-            tasks: Tasks that the reward server judges.
+            tasks: Tasks that the reward server judges; empty: no reward server.
             engines: Number of engines; 0 for the reward server alone.
+            weights: Folder that engines may load weights from; None: they keep those of their model folder.
         """
         for name in ("endpoints", "logs"):
             (out / name).mkdir(parents=True, exist_ok=True)
         (out / "endpoints").chmod(0o700)
         clear_endpoints(out)
         self.endpoints, self.token_file = out / "endpoints", out / "endpoints" / "token"
-        self._cfg, self._out, self._engines = cfg, out, engines
+        self._cfg, self._out = cfg, out
         node = NodeSupervisor(cfg, out, tasks, MergedLog(out / "logs" / "all.log"))
-        # alone: no weights are published, so the engines keep those of their model folder.
-        self.children: list[Child] = node.services(self.endpoints, engines, alone=True)
+        children = node.services(weights or self.endpoints, engines, alone=True)
+        self.children: list[Child] = children if tasks else children[1:]  # the reward server comes first
+        self._expected = (("rewards", 1 if tasks else 0), ("engine", engines))
 
     async def __aenter__(self) -> "Services":
         allow_connections()
@@ -84,7 +88,7 @@ class Services:
         Raises DeadlineExceeded naming the kind of service that is missing.
         """
         seconds = self._cfg.trainer.deadlines.startup_s
-        for kind, count in (("rewards", 1), ("engine", self._engines)):
+        for kind, count in self._expected:
             what = f"{count} x {self.endpoints}/{kind}-*.json (trainer.deadlines.startup_s); see {self._out / 'logs'}"
             deadline = Deadline(seconds, what)
             while len(list(self.endpoints.glob(f"{kind}-*.json"))) < count:

@@ -59,6 +59,10 @@ class _ResetFields(TypedDict):
     """hash of the weights of the reference policy after the reset"""
     rolled_back_to: NotRequired[Count]
     """the step whose weights were taken, with trainer.resets.roll_back"""
+    lr_factor: NotRequired[Amount]
+    """factor of the learning rate after the reset (trainer.resets.lr_factor), if it is not 1"""
+    lr_until: NotRequired[Count]
+    """last step with this factor, with trainer.resets.lr_factor_steps"""
 
 
 class Reset(_ResetFields):
@@ -72,6 +76,20 @@ class ResetCommit(_Line, _ResetFields):
     """The checkpoint that contains a hard reset is complete."""
 
     event: Literal["reset_commit"]
+
+
+def rate_in_words(reset: Mapping[str, Any]) -> str:
+    """Return what a hard reset does to the learning rate, such as `x 0.5 until step 90`; "" if nothing."""
+    factor, until = reset.get("lr_factor"), reset.get("lr_until")
+    if not isinstance(factor, int | float):  # a person may have edited the journal
+        return ""
+    return f"x {factor:g}" + ("" if until is None else f" until step {until}")
+
+
+def effects_in_words(reset: Mapping[str, Any]) -> str:
+    """Return what a hard reset did to the weights and does to the learning rate, each after a comma."""
+    text = f", back to the weights of step {reset['rolled_back_to']}" if "rolled_back_to" in reset else ""
+    return f"{text}, learning rate {rate}" if (rate := rate_in_words(reset)) else text
 
 
 class Alarm(_Line):

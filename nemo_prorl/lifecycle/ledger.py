@@ -32,7 +32,7 @@ from torch import Tensor
 from nemo_prorl.algorithms.digests import ragged_digests, row_digests, text_digest
 from nemo_prorl.batch import JudgedGroups
 from nemo_prorl.files import json_lines
-from nemo_prorl.lifecycle.batches import Batches
+from nemo_prorl.lifecycle.batches import Batches, gap_bytes
 from nemo_prorl.metrics import Metrics
 
 _FILE = "ledger.jsonl"
@@ -146,6 +146,22 @@ class Ledger:
         for name, value in values.items():
             digests = row_digests(value if value.ndim == 2 else value[:, None])
             self._rows[name] = numbers_B.tolist(), digests.tolist()
+
+    @_timed
+    def gaps(self, step: int, judged: JudgedGroups, numbers_B: Tensor, gap_BT: Tensor) -> None:
+        """Store the trainer's log-probabilities, less the engine's, with the step's batch.  A collective.
+
+        Args:
+            judged: the groups, with the tokens of this data rank's responses.
+            numbers_B: as in `responses`.
+        """
+        if self.batches is None or not self.batches.stores(step):
+            return
+        own = dict(zip(numbers_B.tolist(), judged.rows.of_responses(gap_bytes(gap_BT)), strict=True))
+        parts = self.policy.data_ranks.gather(own)
+        if self.writes:
+            every = {number: gap_T.numpy() for part in parts for number, gap_T in part.items()}
+            self.batches.store_gaps(step, [every[number] for number in sorted(every)])
 
     @_timed
     def update(self, **settings: float) -> None:

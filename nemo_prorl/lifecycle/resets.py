@@ -1,6 +1,6 @@
 """Decides on hard resets, makes them and checks them (paper sec. 3.3.1).
 
-A hard reset makes the policy the new reference (pi_ref <- pi_theta) and resets the optimizer.
+A hard reset makes the policy the new reference (pi_ref <- pi_theta) and resets the optimizer (`trainer.resets.parts`).
 `Resets.perform` does it as one transaction, called by the trainer after a step and by
 `rank.begin_stage` at the start of a stage: write `reset_intent` into the journal, reset reference
 and optimizer, write a checkpoint.  The reset is done when that checkpoint is complete;
@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypedDict
 
 from nemo_prorl.algorithms.reset_rules import Finding, History, best_policy, decide
-from nemo_prorl.algorithms.schedule import emptying
+from nemo_prorl.algorithms.schedule import empties, emptying
 from nemo_prorl.config import ResetsConfig
 from nemo_prorl.errors import ResetFailure
 from nemo_prorl.leader import Leader
-from nemo_prorl.lifecycle.journal_events import HeldOutScores, Reset
+from nemo_prorl.lifecycle.journal_events import HeldOutScores, Reset, effects_in_words
 from nemo_prorl.lifecycle.killpoints import killpoint
 from nemo_prorl.lifecycle.run_records import Records
 from nemo_prorl.lifecycle.summary import standard_errors
@@ -100,8 +100,9 @@ class Resets:
         """Return the step whose checkpoint a running trial needs for its second arm."""
         return [self.trial["step"]] if self.trial is not None and self.trial["arm"] == "none" else []
 
-    def _empties(self, rolled_back: bool) -> bool:
-        return self.config.parts != "reference" or rolled_back  # the moments belong to other weights
+    @property
+    def _renews_reference(self) -> bool:
+        return self.config.parts in ("both", "reference")
 
     # --- decision ------------------------------------------------------------------------------------------------
 
@@ -138,28 +139,33 @@ class Resets:
         self.records.event("reset_intent", step, reason=reason)
         killpoint("reset:intent")
         if back_to is not None:
-            self.rollouts.drop()  # step count and data position continue; groups of the bad weights are dropped
+            self.rollouts.discard()  # step count and data position continue; groups of the bad weights are dropped
         self._reset_policy(back_to, checkpoints.load_policy)
         reset: Reset = {"step": step, "reason": reason, "reference_sha256": self.policy.reference_sha256()}
-        self.done.append(reset if back_to is None else {**reset, "rolled_back_to": back_to})
+        if back_to is not None:
+            reset["rolled_back_to"] = back_to
+        if step and self.config.lr_factor != 1.0:  # a stage begins with its own rate
+            reset["lr_factor"] = self.config.lr_factor
+            if self.config.lr_factor_steps is not None:
+                reset["lr_until"] = step + self.config.lr_factor_steps
+        self.done.append(reset)
         self.history.run_on_leader(lambda history: history.reset(step))
         checkpoints.save(step, wait=True)
         killpoint("reset:checkpointed")
         self.records.event("reset_commit", **self.done[-1])
         killpoint("reset:committed")
-        back = "" if back_to is None else f", back to step {back_to}"
-        _log.info("hard reset after step %d (%s)%s", step, reason, back)
+        _log.info("hard reset after step %d (%s)%s", step, reason, effects_in_words(reset))
 
     def _reset_policy(self, back_to: int | None, load_policy: Callable[[int], object]) -> None:
         if back_to is not None:
             load_policy(back_to)
-        if self.config.parts != "optimizer":
+        if self._renews_reference:
             self.policy.set_reference()
         killpoint("reset:reference")
-        if self._empties(back_to is not None):
+        if empties(self.config, back_to is not None):
             self.policy.reset_optimizer()
         killpoint("reset:optimizer")
-        self.fresh = self.config.parts != "optimizer"
+        self.fresh = self._renews_reference
 
     def repeat(self, reset: Reset, load_policy: Callable[[int], object]) -> None:
         """Make a hard reset of a finished step again, without records and checkpoint.

@@ -44,7 +44,7 @@ def step_folder(checkpoints: Path, step: int) -> Path:
 
 
 def step_of(folder: Path) -> int:
-    return int(folder.stem.removeprefix("step-"))
+    return int(folder.stem.rpartition("-")[2])
 
 
 def complete(checkpoints: Path) -> list[Path]:

@@ -25,10 +25,13 @@ _log = logging.getLogger(__name__)
 
 @functools.cache
 def code_sha256() -> str:
-    """Return the sha256 of this package's Python files, to detect checkpoints of other code."""
+    """Return the sha256 of this package's Python files, to detect checkpoints of other code.
+
+    Without `launcher`, which computes nothing: it is a link in a checkout and a folder in a wheel.
+    """
     package = Path(nemo_prorl.__file__).parent
     digest = hashlib.sha256()
-    for file in sorted(package.rglob("*.py")):
+    for file in sorted(set(package.rglob("*.py")) - set((package / "launcher").rglob("*.py"))):
         digest.update(str(file.relative_to(package)).encode() + file.read_bytes())
     return digest.hexdigest()
 

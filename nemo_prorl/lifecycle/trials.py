@@ -220,7 +220,7 @@ def bring_back(run_dir: Path, arm: Path, after: int) -> None:
 
 
 def _move(source: Path, target: Path, after: int) -> None:
-    for file in (*source.glob("step-*.json*"), *source.glob("step-*.safetensors")):
+    for file in (*source.glob("step-*.json*"), *source.glob("*.safetensors")):
         if file.suffix != TEMPORARY and retention.step_of(file) > after:
             target.mkdir(exist_ok=True)
             os.replace(file, target / file.name)

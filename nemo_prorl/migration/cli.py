@@ -4,6 +4,7 @@ import argparse
 import re
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,9 @@ def text(made: Converted, title: str) -> str:
     lines += _section(f"unknown to {title}:", [f"{key}: {meant}" for key, meant in made.misspelt.items()])
     lines += _section(f"not the same as in {title}:", made.differs)
     lines += [f"# {note}" for note in made.notes]
-    if made.needless:
-        lines.append(f"# no override needed: {', '.join(made.needless)}")
+    if made.unused:
+        why = ", ".join(f"{times} {why}" for why, times in Counter(made.unused.values()).most_common())
+        lines.append(f"# no override needed for {len(made.unused)} settings: {why}")
     lines += _section(
         f"{title}'s settings without a counterpart here:", [f"{key}={made.left[key]}" for key in sorted(made.left)]
     )

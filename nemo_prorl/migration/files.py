@@ -19,11 +19,13 @@ _VERL = "ppo_trainer", "_self_"  # the defaults of the table
 # These have the values of the table; `verl_program` sets what else those of a step off have.
 _IN_VERL = re.compile(r"(\./|verl/trainer/)?config/((one_step_off_)?ppo_(megatron_)?trainer)\.yaml")
 _IS_TRL = re.compile(r"(?s)GRPOConfig|\b(from|import) trl\b.*?\b(?!GRPOTrainer)[A-Z]\w*Trainer\b")
-_TRAINS = {  # in the name of a program that is no RL trainer
+_TRAINS = {  # in the name of a program that trains otherwise
     "sft": "by supervised fine-tuning",
-    "dpo|kto|orpo|cpo|bco": "on preferences",
+    "dpo|kto|orpo|cpo|bco|nash_md|xpo": "on preferences",
     "(train|run)_rm|reward_modeling|prm": "a reward model",
-    "distillation|gkd": "by distillation",
+    "distillation|gkd|gold": "by distillation",
+    "^rloo": "by RLOO (set its numbers yourself, with trainer.grpo.advantage=leave_one_out)",
+    "^ppo|run_ppo": "a value model, too",  # of TRL and NeMo-RL
 }
 _ALONE = "_override_"  # true in a section of NeMo-RL leaves out that of the base
 SCRIPT = "script"  # key with the name of a Python file that was not found
@@ -87,6 +89,7 @@ def _based(tree: Any, folder: Path) -> dict[str, Any]:
             missing.append(base)
     alone = {key for key, value in tree.items() if isinstance(value, dict) and value.pop(_ALONE, False)}
     tree = _merged({key: value for key, value in below.items() if key not in alone}, tree)
+    missing = [one for one in missing if one not in _VERL]
     return tree | ({BASE: missing} if missing else {})
 
 
@@ -151,11 +154,11 @@ def _of_script(text: str, path: Path) -> dict[str, Any]:
 
 
 def _other_training(command: Command, files: "_Files") -> str | None:
-    """Return what a command trains that is no RL trainer, by the name of its program; None for any other."""
+    """Return what a command trains otherwise, by the name of its program; None for the trainers of the tables."""
     name = re.sub(r"\.py$", "", str(command.entry)).replace("/", ".").rsplit(".", 1)[-1]
     is_read = command.script is not None and "GRPOConfig" in (files.text(command.script) or "")
     found = [what for part, what in _TRAINS.items() if re.search(rf"(?<![a-z])({part})(?![a-z])", name)]
-    return found[0] if found and not is_read and not re.search("ppo|grpo", name) else None
+    return found[0] if found and not is_read and not re.search("(main|train)_ppo|grpo", name) else None
 
 
 def _of_command(command: Command, written: Mapping[str, str], folder: Path) -> dict[str, Any]:
@@ -228,5 +231,4 @@ class _Files(NamedTuple):
             return {f"{UNREAD}{name}": "this file is missing: put it where the script names it, and convert again"}
         folder = (self.path(name) or self.folder / name).parent
         found = dict(_leaves(_based(yaml.safe_load(text), folder), over))
-        others = [one for one in found.pop(BASE, []) if one not in _VERL]
-        return ({BASE: others} if others else {}) | {key: without_marks(value) for key, value in found.items()}
+        return {key: without_marks(value) for key, value in found.items()}

@@ -48,9 +48,9 @@ _MORE = {  # short and common forms
 
 @functools.cache
 def table(trainer: str) -> dict[str, Any]:
-    """Return the table of a trainer: its file, with `aliases` and `decides` empty if the file has none."""
+    """Return the table of a trainer: its file, and `meanings`, which has both `differs` and `decides`."""
     found: dict[str, Any] = yaml.safe_load((files(__package__) / f"{trainer}.yaml").read_text(encoding="utf-8"))
-    return {"aliases": {}, "decides": [], **found}
+    return {"aliases": {}, **found, "meanings": found["differs"] | found["decides"]}
 
 
 def entry(trainer: str, started: Iterable[str]) -> tuple[str, str]:
@@ -71,9 +71,10 @@ def known(trainer: str, is_alone: bool = False) -> tuple[set[str], set[str]]:
         is_alone: of a key without a section: names that stand only below one are none of its names.
     """
     tables = table(trainer)
-    keys = [*tables["keys"], *tables["derived"], *tables["defaults"], *tables["neutral"], *tables["ignored"]]
+    keys = [key for part in ("keys", "derived", "defaults", "differs", "decides") for key in tables[part]]
+    keys += [key for part in ("needs", "unused") for some in tables[part].values() for key in some]
     keys += [name for pair in tables["aliases"].items() for name in pair]
-    parts = set(keys) if is_alone else {part for key in keys for part in key.split(".")}
+    parts = set(keys) if is_alone else {part for key in keys for part in key.split(".") if "*" not in part}
     return parts | set(tables["known"].split()), set(tables["free"].split())
 
 

@@ -331,5 +331,5 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 @cache
 def _settings_of_trl() -> set[str]:
     """Return the names that only a configuration has, so that an attribute of this name is a setting."""
-    parts = (table("trl")[part] for part in ("keys", "derived", "defaults", "neutral"))
+    parts = (table("trl")[part] for part in ("keys", "derived", "defaults", "differs", "decides"))
     return {key for part in parts for key in part} - {"model"}

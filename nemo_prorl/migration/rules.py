@@ -1,61 +1,43 @@
 """Conversion of another trainer's settings into overrides of this project.
 
-`trainers.RULES` take the settings that they convert out of `Converted.rest`, which begins as the file's settings over
-the other trainer's defaults.  So a number that the file leaves out becomes an override, too.
+The rules take the settings that they convert out of `Converted.rest`, which begins as the file's settings over the
+other trainer's defaults.  So a number that the file leaves out becomes an override, too.
 """
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
-from fnmatch import fnmatch
+from fnmatch import fnmatchcase
 from typing import Any
 
 from nemo_prorl.errors import ConfigError
-from nemo_prorl.migration.converted import (
-    ADVANTAGE,
-    AGGREGATION,
-    CLIP_HIGH,
-    CLIP_LOW,
-    CONTEXT,
-    CORRECTION,
-    DUAL_CLIP,
-    ENTROPY,
-    ESTIMATOR,
-    GROUP,
-    GRPO,
-    KL,
-    LOSS,
-    PROMPT,
-    PROMPTS,
-    RESPONSE,
-    SAMPLING,
-    SCHED,
-    STEPS,
-    UPDATES,
-    Converted,
-)
+from nemo_prorl.migration import our
+from nemo_prorl.migration.converted import SAME, Converted
 from nemo_prorl.migration.defaults import defaults, source
 from nemo_prorl.migration.files import SCRIPT
 from nemo_prorl.migration.names import entry, known, meant, table
+from nemo_prorl.migration.nemo_rl import nemo_rl
+from nemo_prorl.migration.openrlhf import openrlhf
 from nemo_prorl.migration.shell import ENTRY, PASSED_ON, UNREAD, Absent, Expression
-from nemo_prorl.migration.trainers import RULES
+from nemo_prorl.migration.trl import trl
+from nemo_prorl.migration.verl import verl
 
+RULES: dict[str, Callable[[Converted], None]] = {"trl": trl, "verl": verl, "nemo_rl": nemo_rl, "openrlhf": openrlhf}
 _LIMIT = {"model.micro_batch_tokens": 16384, "rollout.max_batched_tokens": 16384}  # of cluster=h100_4x8
 _GPUS_PER_NODE = 8  # of cluster=h100_4x8
 _PROMPT_ROOM = 1024  # tokens of the context for prompts, where the other trainer does not limit them
 # What decides the algorithm: if no rule could set one of these, the user must.
 _DECIDE = {
-    "model.optim.lr", "model.optim.weight_decay", "model.optim.betas", "model.optim.eps", "trainer.gradient_clip_val",
-    f"{GRPO}.temperature", LOSS, CLIP_LOW, CLIP_HIGH, DUAL_CLIP, KL, ESTIMATOR, ENTROPY,
-    ADVANTAGE, AGGREGATION, PROMPTS, GROUP, UPDATES, CONTEXT, RESPONSE, PROMPT, f"{CORRECTION}.kind",
-    f"{SAMPLING}.enabled", f"{SCHED}.name",
-}  # fmt: skip
-_NULLABLE = {DUAL_CLIP, RESPONSE, PROMPT}
-_PERIODS = {f"{GRPO}.{key}" for key in ("checkpoint_every", "keep_checkpoints", "keep_best", "validate_every")}
+    *(f"model.optim.{key}" for key in ("lr", "weight_decay", "betas", "eps", "sched.name")),
+    *(our.LOSS, our.CLIP_LOW, our.CLIP_HIGH, our.DUAL_CLIP, our.KL, our.ESTIMATOR, our.ENTROPY, our.ADVANTAGE),
+    *(our.AGGREGATION, our.PROMPTS, our.GROUP, our.UPDATES, our.CONTEXT, our.RESPONSE, our.PROMPT),
+    *("trainer.gradient_clip_val", f"{our.GRPO}.temperature", f"{our.CORRECTION}.kind", f"{our.SAMPLING}.enabled"),
+}
+_NULLABLE = {our.DUAL_CLIP, our.RESPONSE, our.PROMPT}
+_PERIODS = {f"{our.GRPO}.{key}" for key in ("checkpoint_every", "keep_checkpoints", "keep_best", "validate_every")}
 _NO_LIMIT = 100_000  # steps of NeMo-RL that no run makes
 _EPOCHS = "total_epochs", "num_train_epochs", "num_episodes", "max_num_epochs"
-_MODEL = "pretrained_checkpoint.restore_from_path"
 _OTHER_MODELS = re.compile(r"(?i)-a\d+b|[-/]moe|mixtral|gpt-oss|deepseek-v\d|-vl\b|-omni|vision")
 _OTHER_FAMILIES = re.compile(  # as ORG/NAME; a name with Qwen or Llama says what it is made from
     r"(?i)([\w.-]+/)?((?!.*(qwen|llama))(glm|minimax|gemma|mistral|ministral|phi|nvidia-nemotron|nemotron-[h3])-"
@@ -80,11 +62,12 @@ def convert(trainer: str, given: Mapping[str, Any]) -> Converted:
     rest = {**defaults(trainer, named), **named}
     program, why = entry(trainer, given.get(ENTRY, []))
     unread = _unread(rest, trainer) | ({program: why} if why else {})
-    made = Converted(rest=rest, unknown=unread, given=frozenset(named), entry=program)
+    made = Converted(rest=rest, unknown=unread, given=frozenset(named), entry=program, usual=tables["defaults"])
     for theirs, ours in (tables["derived"] | tables["keys"]).items():
         if isinstance(made.rest.get(theirs), Expression):
             earlier = f"{made.unknown[ours]}; " if ours in made.unknown else ""
             made.unknown[ours] = f"{earlier}{_without_value(theirs, made.take(theirs))}"
+    _switch_off(made, named, tables)
     for theirs, ours in tables["keys"].items():
         if theirs in made.rest and _is_usable(theirs, ours, value := made.take(theirs), made):
             made.overrides.setdefault(ours, value)
@@ -94,9 +77,9 @@ def convert(trainer: str, given: Mapping[str, Any]) -> Converted:
     _refused(made)
     for ours in sorted(_DECIDE - made.overrides.keys() - made.unknown.keys()):
         made.unknown[ours] = "it follows from a setting that has no value here"
-    if _MODEL not in made.overrides:
-        key = next(theirs for theirs, ours in tables["keys"].items() if ours == _MODEL)
-        made.unknown.setdefault(_MODEL, f"the file has no model ({key})")
+    if our.MODEL not in made.overrides:
+        key = next(theirs for theirs, ours in tables["keys"].items() if ours == our.MODEL)
+        made.unknown.setdefault(our.MODEL, f"the file has no model ({key})")
     made.overrides = {key: value for key, value in made.overrides.items() if key not in made.unknown}
     _sort_rest(made, named, trainer)
     made.notes.append(f"what the file leaves out has the defaults of {source(trainer, named)}")
@@ -132,44 +115,88 @@ def _plain(value: Any) -> Any:
 
 
 def _is_usable(theirs: str, ours: str, value: Any, made: Converted) -> bool:
-    if ours in _PERIODS | {STEPS} and isinstance(value, int | float) and value < 1:
+    if ours in _PERIODS | {our.STEPS} and isinstance(value, int | float) and value < 1:
         default = "" if theirs in made.given else " (the default)"
         means = f"{theirs}={value}{default} means never; here {ours} keeps its own value"
-        if value > 0 and STEPS in made.overrides:
-            made.overrides[ours] = math.ceil(value * made.overrides[STEPS])
+        if value > 0 and our.STEPS in made.overrides:
+            made.overrides[ours] = math.ceil(value * made.overrides[our.STEPS])
         elif value > 0:
             made.unknown[ours] = f"{theirs}={value} is a share of all steps"
         else:
-            made.notes += [means] if ours != STEPS else []  # the epochs decide
+            made.notes += [means] if ours != our.STEPS else []  # the epochs decide
         return False
     if theirs == "grpo.max_num_steps" and value is not None and value >= _NO_LIMIT:
         return False  # the epochs end the run
     return value is not None or ours in _NULLABLE
 
 
+def _switch_off(made: Converted, named: Mapping[str, Any], tables: Mapping[str, Any]) -> None:
+    """Take the settings that have no effect because a switch of the other trainer is off, and tell which these are."""
+    for switch, patterns in tables["needs"].items():
+        value = named.get(switch, made.rest.get(switch))
+        if value and str(value).lower() not in ("no", "none", "false"):
+            continue
+        found = {key: made.take(key) for key in list(made.rest) if _matches(key, patterns)}
+        made.tell_unused(found, f"without {switch}")
+
+
+def _matches(key: str, patterns: Iterable[str]) -> bool:
+    """Return whether a pattern is the last part of a key, or stands for the whole key."""
+    last = key.rsplit(".", 1)[-1]
+    return any(one in (key, last) or ("*" in one and fnmatchcase(key, one)) for one in patterns)
+
+
 def _sort_rest(made: Converted, named: Mapping[str, Any], trainer: str) -> None:
     """Sort the settings that no rule took into differences, settings that need no override, and those left over."""
     tables = table(trainer)
+    meanings = tables["meanings"]
     if made.take(PASSED_ON):
         made.differs.insert(0, 'the script passes its own arguments on ("$@"): what you give it is not read here')
-    _sort_neutral(made, named, tables)
-    for key in list(made.rest):
+    order = {key: place for place, key in enumerate(meanings)}
+    for key in sorted(made.rest, key=lambda key: (order.get(key, len(order)), key)):
         value, last = made.take(key), key.rsplit(".", 1)[-1]
-        if last in _EPOCHS and STEPS not in made.overrides | made.unknown:
-            made.unknown[STEPS] = _steps(made, key, value, "" if key in named else " (the default)")
+        if last in _EPOCHS and our.STEPS not in made.overrides | made.unknown:
+            made.unknown[our.STEPS] = _steps(made, key, value, "" if key in named else " (the default)")
+        elif key in meanings:
+            _sort_one(made, key, value, meanings[key], decides=key in tables["decides"])
         elif key not in named:
             continue
         elif last in _EPOCHS and trainer != "trl":  # TRL's max_steps counts alone
-            made.notes.append(f"{key}={value}: the run ends there if the data end before {STEPS}")
-        elif (mistake := _mistake(key, trainer)) is not None:
-            made.misspelt[f"{key}={str(value)[:60]}"] = mistake
+            made.notes.append(f"{key}={value}: the run ends there if the data end before {our.STEPS}")
         elif last in _RECOMPUTE:
             made.notes.append(f"{key}={value}: add +model.activations_checkpoint_granularity=full if memory is short")
-        elif group := next((one for one in tables["ignored"] if last == one or fnmatch(key, one)), None):
-            made.needless += [f"{key}={value}" if group == last else group]
-        elif value is not None:
-            made.left[key] = value
-    made.needless = list(dict.fromkeys(made.needless))
+        else:
+            _sort_by_patterns(made, key, value, trainer)
+
+
+def _sort_by_patterns(made: Converted, key: str, value: Any, trainer: str) -> None:
+    tables = table(trainer)
+    if why := next((why for why, patterns in tables["unused"].items() if _matches(key, patterns)), None):
+        made.unused[key] = why
+    elif (mistake := _mistake(key, trainer)) is not None:
+        made.misspelt[f"{key}={str(value)[:60]}"] = mistake
+    elif found := next(
+        (one for one in (tables["decides"] | tables["differs"]).items() if fnmatchcase(key, one[0])), None
+    ):
+        _sort_one(made, key, value, found[1], decides=found[0] in tables["decides"])
+    elif "." not in key and trainer in ("verl", "nemo_rl"):
+        made.unused[key] = "of another command"
+    elif value is not None:
+        made.left[key] = value
+
+
+def _sort_one(made: Converted, key: str, value: Any, meaning: list[Any], decides: bool) -> None:
+    """Sort a setting by the table: `meaning` has the values that mean the same here, and what another one means."""
+    *same, text = meaning
+    told = f"{key}={str(value)[:60]}"
+    if isinstance(value, Expression):
+        made.unknown[key] = f"{key}={value} has no value here; {f'unless it is {same[0]}: ' if same else ''}{text}"
+    elif value in same and key in made.given:
+        made.unused[key] = SAME
+    elif value not in same and decides:
+        made.unknown[told] = text
+    elif value not in same:
+        made.differs.append(f"{told}{'' if key in made.given else ' (the default)'}: {text}")
 
 
 def _name_as_given(made: Converted, older: Mapping[str, str]) -> None:
@@ -183,9 +210,7 @@ def _name_as_given(made: Converted, older: Mapping[str, str]) -> None:
 
     made.unknown = {told(key): told(why) for key, why in made.unknown.items()}
     made.left = {told(key): value for key, value in made.left.items()}
-    made.differs, made.notes, made.needless = (
-        [told(text) for text in texts] for texts in (made.differs, made.notes, made.needless)
-    )
+    made.differs, made.notes = ([told(text) for text in texts] for texts in (made.differs, made.notes))
 
 
 def _without_value(key: str, value: Any) -> str:
@@ -198,27 +223,12 @@ def _steps(made: Converted, key: str, epochs: Any, default: str) -> str:
         return _without_value(key, epochs)
     prompts = "prompts of the training data"
     prompts = f"({prompts})" if made.most is None else f"min({made.most}, {prompts})"
-    drawn = made.overrides.get(PROMPTS, PROMPTS) if made.drawn is None else f"{made.drawn:g}"
+    drawn = made.overrides.get(our.PROMPTS, our.PROMPTS) if made.drawn is None else f"{made.drawn:g}"
     text = f"{key}={epochs}{default}: {epochs} * {prompts} / {drawn} steps, which also decide the schedule of the"
     text += " learning rate"
-    if made.overrides.get(f"{SAMPLING}.enabled"):
+    if made.overrides.get(f"{our.SAMPLING}.enabled"):
         text += "; the run there ends earlier, because groups that are left out take prompts of the data, too"
     return text
-
-
-def _sort_neutral(made: Converted, named: Mapping[str, Any], tables: Mapping[str, Any]) -> None:
-    for key, (*same, text) in tables["neutral"].items():
-        if key not in made.rest:
-            continue
-        value = made.take(key)
-        if isinstance(value, Expression):
-            made.unknown[key] = f"{key}={value} has no value here; unless it is {same[0]}: {text}"
-        elif value in same:
-            made.needless += [f"{key}={value}"] if key in named else []
-        elif key in tables["decides"]:
-            made.unknown[f"{key}={str(value)[:60]}"] = text
-        else:
-            made.differs.append(f"{key}={str(value)[:60]}{'' if key in named else ' (the default)'}: {text}")
 
 
 def _mistake(key: str, trainer: str) -> str | None:
@@ -265,40 +275,50 @@ def _devices(made: Converted) -> None:
 
 def _refused(made: Converted) -> None:
     """Leave numbers to the user that no run of this project can have."""
-    key = f"{SCHED}.warmup_steps"
-    steps, warmup = made.overrides.get(STEPS), made.overrides.get(key)
-    if isinstance(steps, int | float) and isinstance(warmup, int) and warmup > steps and STEPS not in made.unknown:
+    key = f"{our.SCHED}.warmup_steps"
+    steps, warmup = made.overrides.get(our.STEPS), made.overrides.get(key)
+    if isinstance(steps, int | float) and isinstance(warmup, int) and warmup > steps and our.STEPS not in made.unknown:
         why = f"the run there ends after {steps:g} steps, within its warm-up of {warmup}"
-        made.unknown.setdefault(key, f"{why}; a run here is at least as long as its warm-up: set this, or more {STEPS}")
-    model = str(made.overrides.get(_MODEL))
+        made.unknown.setdefault(
+            key, f"{why}; a run here is at least as long as its warm-up: set this, or more {our.STEPS}"
+        )
+    model = str(made.overrides.get(our.MODEL))
     if _OTHER_MODELS.search(model):
-        made.unknown[_MODEL] = (
+        made.unknown[our.MODEL] = (
             f"{model}: a mixture of experts or a vision model, by its name; here are Qwen and Llama only"
         )
     elif _OTHER_FAMILIES.fullmatch(model):
-        made.unknown[_MODEL] = f"{model}: of another family, by its name; here are Qwen2, Qwen2.5, Qwen3 and Llama only"
-    if made.overrides.get(GROUP) == 1:
-        made.unknown.setdefault(GROUP, "1 there; here the responses to a prompt are compared, so at least 2 are needed")
+        made.unknown[our.MODEL] = (
+            f"{model}: of another family, by its name; here are Qwen2, Qwen2.5, Qwen3 and Llama only"
+        )
+    if made.overrides.get(our.GROUP) == 1:
+        made.unknown.setdefault(
+            our.GROUP, "1 there; here the responses to a prompt are compared, so at least 2 are needed"
+        )
 
 
 def _lengths(made: Converted) -> None:
     """Set the context from prompt and response, if it is not set, and what must have room for a whole context."""
     overrides = made.overrides
-    for key in (PROMPT, RESPONSE):
+    for key in (our.PROMPT, our.RESPONSE):
         if key not in made.unknown:
             overrides.setdefault(key, None)
-    prompt, response = overrides.get(PROMPT), overrides.get(RESPONSE)
-    if CONTEXT not in overrides and isinstance(response, int) and not {PROMPT, RESPONSE} & made.unknown.keys():
-        overrides[CONTEXT] = response + (prompt or _PROMPT_ROOM)
+    prompt, response = overrides.get(our.PROMPT), overrides.get(our.RESPONSE)
+    if (
+        our.CONTEXT not in overrides
+        and isinstance(response, int)
+        and not {our.PROMPT, our.RESPONSE} & made.unknown.keys()
+    ):
+        overrides[our.CONTEXT] = response + (prompt or _PROMPT_ROOM)
         if prompt is None:
             made.notes.append(
-                f"prompts have no limit there: {CONTEXT} leaves {_PROMPT_ROOM} tokens for them; raise it for longer"
+                f"prompts have no limit there: {our.CONTEXT} leaves {_PROMPT_ROOM} tokens for them; raise it for longer"
                 " ones, which are an error here"
             )
-    context = overrides.get(CONTEXT)
+    context = overrides.get(our.CONTEXT)
     if not isinstance(context, int):
         return
-    for key in (PROMPT, RESPONSE):
+    for key in (our.PROMPT, our.RESPONSE):
         if (overrides.get(key) or 0) >= context:
             overrides[key] = None  # the context limits it
     for key, least in _LIMIT.items():

@@ -326,7 +326,7 @@ def _command(words: list[str], document: str | None) -> Command | None:
         return Command(None, [], settings) if is_trainer else None
     is_module = start in modules
     launcher = [pair for pair in _of_words(words[:start]) if pair[0] in LAUNCH]
-    if re.search(r"vllm|prepare|download|preprocess|^tests/", words[start + is_module]):
+    if re.search(r"vllm|serve|prepare|download|preprocess|^tests/", words[start + is_module]):
         return None
     script = words[start] if start in files else None
     entry = words[start + is_module] if is_module or script else None

@@ -4,47 +4,18 @@ import ast
 import re
 from typing import Any
 
-from nemo_prorl.migration.converted import (
-    ADVANTAGE,
-    AGGREGATION,
-    CLIP_HIGH,
-    CONTEXT,
-    DUAL_CLIP,
-    ENTROPY,
-    ESTIMATOR,
-    GROUP,
-    GRPO,
-    KL,
-    LOSS,
-    LR,
-    PROMPT,
-    PROMPTS,
-    RESPONSE,
-    SAMPLING,
-    SCHED,
-    STEPS,
-    UPDATES,
-    VALIDATE_EVERY,
-    Converted,
-    set_bf16,
-    set_clip,
-    set_correction,
-    set_updates,
-    set_validation,
-    set_wandb,
-    tell_constant,
-    tell_data,
-)
+from nemo_prorl.migration import our, shared
+from nemo_prorl.migration.converted import Converted
 from nemo_prorl.migration.schedules import tell_updates, trl_schedule
 from nemo_prorl.migration.shell import Expression
 
-_WARMUP = f"{SCHED}.warmup_steps"
+_WARMUP = f"{our.SCHED}.warmup_steps"
 _OVERLONG = "get_soft_overlong_punishment"
 _NAME = re.compile(r"[\w.]*\w")
-_SAVE_EVERY, _CLIP = f"{GRPO}.checkpoint_every", "trainer.gradient_clip_val"
+_SAVE_EVERY, _CLIP = f"{our.GRPO}.checkpoint_every", "trainer.gradient_clip_val"
 _FEWER_BITS = re.compile(r"(paged_)?adamw_((bnb_|torch_)?[48]bit|anyprecision)")
-_UPDATE_COUNTS = [STEPS, _SAVE_EVERY, VALIDATE_EVERY, "trainer.resets.every", _WARMUP]
-_OF_OPTIMIZER = [LR, f"{SCHED}.name", *(f"model.optim.{key}" for key in ("betas", "eps", "weight_decay"))]
+_UPDATE_COUNTS = [our.STEPS, _SAVE_EVERY, our.VALIDATE_EVERY, "trainer.resets.every", _WARMUP]
+_OF_OPTIMIZER = [our.LR, f"{our.SCHED}.name", *(f"model.optim.{key}" for key in ("betas", "eps", "weight_decay"))]
 
 
 def trl(made: Converted) -> None:
@@ -53,22 +24,23 @@ def trl(made: Converted) -> None:
     _trl_loss(made)
     _trl_sampling(made)
     made.overrides["model.optim.betas"] = [take("adam_beta1"), take("adam_beta2")]
-    made.overrides[ESTIMATOR] = "k3"
-    made.overrides[f"{SAMPLING}.enabled"] = False
-    if "wandb" in str(take("report_to", "")):
-        set_wandb(made)
+    made.overrides[our.ESTIMATOR] = "k3"
+    made.overrides[f"{our.SAMPLING}.enabled"] = False
+    if "wandb" in str(made.rest.get("report_to")):
+        shared.set_wandb(made)
+        take("report_to")
     scale = str(take("scale_rewards")).lower()
     scales = {"false": "mean_only", "none": "mean_only", "batch": "reinforce_pp_baseline"}
     scales |= {"true": "group_norm", "group": "group_norm"}
-    made.choose(ADVANTAGE, "scale_rewards", scale, scales, "group_norm")
+    made.choose(our.ADVANTAGE, "scale_rewards", scale, scales, "group_norm")
     if scale == "batch":
         made.differs.append("scale_rewards=batch: divided by the std of the rewards there, of the differences here")
     if (model := take("model")) is not None:
-        made.overrides.setdefault("pretrained_checkpoint.restore_from_path", model)
-    if (most := made.overrides.get(PROMPT)) is not None:
+        made.overrides.setdefault(our.MODEL, model)
+    if (most := made.overrides.get(our.PROMPT)) is not None:
         made.differs.append(f"max_prompt_length={most}: a longer prompt lost its beginning there, and is left out here")
     if (length := take("vllm_max_model_length")) is not None:
-        made.overrides[CONTEXT] = length
+        made.overrides[our.CONTEXT] = length
     trl_schedule(made)  # in TRL's steps, of which `_trl_batch` makes steps of here
     _trl_reference(made)
     _trl_batch(made, kind)
@@ -77,7 +49,7 @@ def trl(made: Converted) -> None:
     _trl_engine(made)
     _trl_entropy(made)
     if "trainer.precision" not in made.unknown:  # without bf16 and fp16 the numbers have 32 bits (base_config.py:128)
-        set_bf16(made, take("bf16") is not False or made.rest.get("fp16") is True)
+        shared.set_bf16(made, take("bf16") is not False or made.rest.get("fp16") is True)
     if str(made.rest.get("quantization_config")).startswith("get_quantization_config("):
         del made.rest["quantization_config"]  # load_in_4bit and load_in_8bit decide
     if (lora := take("peft_config")) is not None:
@@ -86,7 +58,15 @@ def trl(made: Converted) -> None:
         made.unknown[f"**{more}"] = "the settings of this mapping have no value here"
     _trl_optimizer(made)
     _trl_rewards(made)
-    tell_data(made, "train_dataset", "eval_dataset", "dataset_name", "dataset_config")
+    data = [
+        "train_dataset",
+        "eval_dataset",
+        "dataset_name",
+        "dataset_config",
+        "dataset_train_split",
+        "dataset_test_split",
+    ]
+    shared.tell_data(made, *data)
 
 
 def _trl_optimizer(made: Converted) -> None:
@@ -107,38 +87,41 @@ def _trl_optimizer(made: Converted) -> None:
 def _trl_loss(made: Converted) -> None:
     kind, level, low, high = map(made.take, ("loss_type", "importance_sampling_level", "epsilon", "epsilon_high"))
     high = low if high is None else high
-    set_clip(made, low, high)
+    shared.set_clip(made, low, high)
     known = {"grpo": "sequence", "bnpo": "token", "dapo": "token", "dr_grpo": "constant", "cispo": "token"}
-    made.choose(AGGREGATION, "loss_type", kind, known, "sequence" if kind in ("sapo", "luspo") else "token")
-    tell_constant(made, "loss_type", kind, "max_completion_length")
+    made.choose(our.AGGREGATION, "loss_type", kind, known, "sequence" if kind in ("sapo", "luspo") else "token")
+    shared.tell_constant(made, "loss_type", kind, "max_completion_length")
     if kind == "bnpo":
         made.differs.append("loss_type=bnpo: the mean over tokens is that of a micro-batch there, of the update here")
-    if AGGREGATION in made.unknown:
+    if our.AGGREGATION in made.unknown:
         return
-    made.choose(LOSS, "importance_sampling_level", level, {"token": "clip", "sequence": "gspo"}, "clip")
+    made.choose(our.LOSS, "importance_sampling_level", level, {"token": "clip", "sequence": "gspo"}, "clip")
     if kind != "cispo":
         return
-    made.overrides |= {LOSS: "cispo", DUAL_CLIP: None}  # delta has no effect there
+    made.tell_unused({"delta": made.overrides.get(our.DUAL_CLIP)}, "with loss_type=cispo")
+    made.overrides |= {our.LOSS: "cispo", our.DUAL_CLIP: None}
     if level == "sequence":
         made.differs.append("importance_sampling_level=sequence: cispo has the ratio of each token here")
     if isinstance(high, int | float):
-        bound = f"loss_type=cispo: ratios are capped at epsilon_high={high} there, at 1 + {CLIP_HIGH} here"
+        bound = f"loss_type=cispo: ratios are capped at epsilon_high={high} there, at 1 + {our.CLIP_HIGH} here"
         if high > 1:
-            made.overrides[CLIP_HIGH] = round(high - 1, 12)
+            made.overrides[our.CLIP_HIGH] = round(high - 1, 12)
             made.notes.append(bound)
         else:
-            made.unknown[CLIP_HIGH] = f"{bound}, which is above 1"
+            made.unknown[our.CLIP_HIGH] = f"{bound}, which is above 1"
 
 
 def _trl_entropy(made: Converted) -> None:
     """Set the entropy bonus: a mean over tokens there; here it has the denominator of the loss."""
-    take, begins, updates = made.take, made.overrides.get(ENTROPY), made.overrides.get(UPDATES, 1)
+    take, begins, updates = made.take, made.overrides.get(our.ENTROPY), made.overrides.get(our.UPDATES, 1)
     is_adaptive, delta, least = take("use_adaptive_entropy"), take("entropy_coef_delta"), take("entropy_coef_min", 0)
-    keys = [ENTROPY]
+    keys = [our.ENTROPY]
     if is_adaptive:
-        *keys, target, enabled = (f"{GRPO}.adaptive_entropy.{key}" for key in ("step", "maximum", "target", "enabled"))
+        *keys, target, enabled = (
+            f"{our.GRPO}.adaptive_entropy.{key}" for key in ("step", "maximum", "target", "enabled")
+        )
         made.overrides |= dict(zip(keys, (delta and delta * updates, take("entropy_coef_max")), strict=True))
-        made.overrides |= {target: take("entropy_target"), enabled: True, ENTROPY: 0}
+        made.overrides |= {target: take("entropy_target"), enabled: True, our.ENTROPY: 0}
         if updates > 1:
             made.notes.append(f"entropy_coef_delta={delta}: of an update there, of a step's {updates} updates here")
         if begins or least:
@@ -146,9 +129,9 @@ def _trl_entropy(made: Converted) -> None:
             made.differs.append(f"{text} are 0")
     elif not begins:
         return
-    if made.overrides.get(AGGREGATION) == "sequence":
+    if made.overrides.get(our.AGGREGATION) == "sequence":
         made.differs.append("entropy bonus: the mean over a micro-batch's tokens there, of responses' own means here")
-    elif made.overrides.get(AGGREGATION) == "constant":
+    elif made.overrides.get(our.AGGREGATION) == "constant":
         for key in keys:
             made.unknown.setdefault(
                 key,
@@ -159,13 +142,13 @@ def _trl_entropy(made: Converted) -> None:
 
 def _trl_sampling(made: Converted) -> None:
     """Set what generation_kwargs has over the settings of the configuration."""
-    ours = f"{GRPO}.temperature"
+    ours = f"{our.GRPO}.temperature"
     if (value := made.take("generation_kwargs.temperature")) is not None:
         text = f"generation_kwargs.temperature={value} samples there, and is set; the loss has log-probabilities of"
         made.differs.append(f"{text} temperature={made.overrides.get(ours)} there, of that of the samples here")
         made.overrides[ours] = value
     for key in ("max_new_tokens", "max_tokens"):
-        made.overrides[RESPONSE] = made.take(f"generation_kwargs.{key}", made.overrides.get(RESPONSE))
+        made.overrides[our.RESPONSE] = made.take(f"generation_kwargs.{key}", made.overrides.get(our.RESPONSE))
 
 
 def _trl_engine(made: Converted) -> None:
@@ -175,18 +158,18 @@ def _trl_engine(made: Converted) -> None:
     floor, cap = take("vllm_importance_sampling_clip_min"), take("vllm_importance_sampling_clip_max")
     known = {"token_truncate": "tis", "token_mask": "icepop", "sequence_truncate": "sequence_tis"}
     if not has_engine:
-        set_correction(made, key, "tis", None, 2.0)
+        shared.set_correction(made, key, "tis", None, 2.0)
         made.notes.append("use_vllm=false: the trainer itself samples there; here an engine does, with its correction")
     else:
-        method = known.get(mode, "sequence_mask") if corrects else "none"
-        set_correction(made, f"{key}={mode}", method, floor, cap)
+        method = known.get(mode, mode) if corrects else "none"
+        shared.set_correction(made, f"{key}={mode}", method, floor, cap)
 
 
 def _trl_reference(made: Converted) -> None:
     sync, every, alpha = (made.take(key) for key in ("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha"))
     if not sync:
         return
-    if made.overrides.get(KL) == 0:
+    if made.overrides.get(our.KL) == 0:
         made.notes.append("sync_ref_model has no effect with beta=0, which needs no reference policy")
         return
     made.overrides |= {"trainer.resets.every": every, "trainer.resets.parts": "reference"}
@@ -206,16 +189,18 @@ def _trl_processes(made: Converted) -> int | None:
     if config is not None and not given:
         unclear.append(f"{config} (missing: put it where the script names it, and convert again)")
     if unclear:
-        made.unknown[PROMPTS] = made.unknown["trainer.devices"] = (
+        made.unknown[our.PROMPTS] = made.unknown["trainer.devices"] = (
             f"TRL's batch is that of one process, and {', '.join(unclear)} does not say how many there are"
         )
         return None
     nodes = int(given.get("nnodes") or given.get("num_machines") or given.get("num_nodes") or 1)
     each = given.get("nproc_per_node") or given.get("num_gpus")
     if each is None and "num_processes" not in given:
-        more = f"N times {PROMPTS}"
+        more = f"N times {our.PROMPTS}"
         if (all_of_them := made.rest.get("generation_batch_size")) is not None:
-            more = f"N times the responses of an update, and so {UPDATES} / N: generation_batch_size={all_of_them} is"
+            more = (
+                f"N times the responses of an update, and so {our.UPDATES} / N: generation_batch_size={all_of_them} is"
+            )
             more += " that of all processes"
         made.differs.insert(
             0,
@@ -229,31 +214,34 @@ def _trl_processes(made: Converted) -> int | None:
 
 def _trl_batch(made: Converted, kind: Any) -> None:
     """Set the prompts and updates of a step, unless a size that they follow from is unknown."""
-    take, group = made.take, made.overrides.get(GROUP)
+    take, group = made.take, made.overrides.get(our.GROUP)
     device, accumulated = take("per_device_train_batch_size"), take("gradient_accumulation_steps")
     processes = _trl_processes(made)
     whole, steps = take("generation_batch_size"), take("steps_per_generation")
-    if {PROMPTS, GROUP} & made.unknown.keys() or None in (device, accumulated, group, processes):
+    if {our.PROMPTS, our.GROUP} & made.unknown.keys() or None in (device, accumulated, group, processes):
         return
     batch, slice_ = device * accumulated * processes, device * processes
     generated = whole or (steps or accumulated) * slice_
     of = "a process" if processes == 1 else f"{processes} processes"
     if whole and (steps or whole % slice_):
         why = "steps_per_generation is set, too" if steps else f"it is no multiple of {slice_} responses of {of}"
-        made.unknown[PROMPTS] = f"generation_batch_size={whole}: TRL refuses it, because {why}"
+        made.unknown[our.PROMPTS] = f"generation_batch_size={whole}: TRL refuses it, because {why}"
     elif generated % group:
-        made.unknown[PROMPTS] = f"{generated} responses of {of} are no whole groups of {group}"
+        made.unknown[our.PROMPTS] = f"{generated} responses of {of} are no whole groups of {group}"
     elif generated < batch and batch % generated:
-        made.unknown[PROMPTS] = f"an update of {batch} responses is no multiple of the {generated} that TRL generates"
-    if PROMPTS in made.unknown:
+        made.unknown[our.PROMPTS] = (
+            f"an update of {batch} responses is no multiple of the {generated} that TRL generates"
+        )
+    if our.PROMPTS in made.unknown:
         return
     made.overrides["model.micro_batch_size"] = device
     if kind in ("dapo", "cispo"):
         _tell_denominator(made, f"loss_type={kind}", generated, batch)
     generated = max(batch, generated)
-    made.overrides[PROMPTS] = generated // group
-    set_updates(made, batch, "per_device_train_batch_size * gradient_accumulation_steps * processes")
-    if (updates := made.overrides.get(UPDATES, 1)) > 1:
+    made.overrides[our.PROMPTS] = generated // group
+    size = "per_device_train_batch_size * gradient_accumulation_steps * processes"
+    shared.set_updates(made, batch, size, is_mixed=True)
+    if (updates := made.overrides.get(our.UPDATES, 1)) > 1:
         for key in [one for one in _UPDATE_COUNTS if one in made.overrides]:
             made.overrides[key] = -(-made.overrides[key] // updates)
         made.notes.append(
@@ -280,24 +268,24 @@ def _trl_validation(made: Converted) -> None:
         str(made.take(key, default)).rpartition(".")[2].lower()
         for key, default in (("save_strategy", "steps"), ("eval_strategy", "no"))
     )
-    for key, value, ours in (("save", saves, _SAVE_EVERY), ("eval", strategy, VALIDATE_EVERY)):
+    for key, value, ours in (("save", saves, _SAVE_EVERY), ("eval", strategy, our.VALIDATE_EVERY)):
         if value not in ("steps", *(("no", "false") if key == "eval" else ())):
             made.overrides.pop(ours, None)
             made.unknown.pop(ours, None)
             made.notes.append(f"{key}_strategy={value}: not after a number of steps there; set {ours}")
     if strategy in ("no", "false"):  # `no` of a YAML file is False
-        every = made.overrides.pop(VALIDATE_EVERY, None)
+        every = made.overrides.pop(our.VALIDATE_EVERY, None)
         given = "eval_strategy=no" if every is None else f"eval_steps={every} without eval_strategy=steps"
-        made.notes.append(f"{given}: TRL never evaluates; here {VALIDATE_EVERY} keeps its own value")
+        made.notes.append(f"{given}: TRL never evaluates; here {our.VALIDATE_EVERY} keeps its own value")
     else:
         top_p = made.rest.get("generation_kwargs.top_p", made.rest.get("top_p", 1))
         steps = made.rest.get("logging_steps", 10)  # of TRL, not of transformers
-        if strategy == "steps" and VALIDATE_EVERY not in made.overrides | made.unknown:
+        if strategy == "steps" and our.VALIDATE_EVERY not in made.overrides | made.unknown:
             if isinstance(steps, int | float) and steps >= 1:
-                made.overrides[VALIDATE_EVERY] = -(-int(steps) // made.overrides.get(UPDATES, 1))
+                made.overrides[our.VALIDATE_EVERY] = -(-int(steps) // made.overrides.get(our.UPDATES, 1))
             else:
-                made.unknown[VALIDATE_EVERY] = f"eval_steps is logging_steps={steps} there, which is no number"
-        set_validation(made, made.overrides.get(GROUP), made.overrides.get(f"{GRPO}.temperature"), top_p)
+                made.unknown[our.VALIDATE_EVERY] = f"eval_steps is logging_steps={steps} there, which is no number"
+        shared.set_validation(made, made.overrides.get(our.GROUP), made.overrides.get(f"{our.GRPO}.temperature"), top_p)
 
 
 def _trl_rewards(made: Converted) -> None:
@@ -306,8 +294,8 @@ def _trl_rewards(made: Converted) -> None:
     of_script = [1280, 256] if _OVERLONG in str(functions) else None  # trl/scripts/grpo.py
     if (limits := made.take(_OVERLONG, of_script)) is not None:
         made.notes.append(
-            f"{_OVERLONG}: in its place, {GRPO}.shaping.overlong_tokens={limits[-1]} with"
-            f" {GRPO}.shaping.overlong_penalty=(its weight) / (sum of the others' weights) does the same where"
+            f"{_OVERLONG}: in its place, {our.GRPO}.shaping.overlong_tokens={limits[-1]} with"
+            f" {our.GRPO}.shaping.overlong_penalty=(its weight) / (sum of the others' weights) does the same where"
             f" responses are limited to {limits[0]} tokens"
         )
     if isinstance(functions, Expression):
@@ -355,8 +343,8 @@ def _trl_rewards(made: Converted) -> None:
     if total == "1":
         return
     text = f"reward_funcs: a sum of rewards becomes a mean: divided by {total}"
-    if made.overrides.get(ADVANTAGE) == "mean_only" or ADVANTAGE in made.unknown:
-        others = f"{KL}, {ENTROPY} and trainer.gradient_clip_val"
+    if made.overrides.get(our.ADVANTAGE) == "mean_only" or our.ADVANTAGE in made.unknown:
+        others = f"{our.KL}, {our.ENTROPY} and trainer.gradient_clip_val"
         made.differs.append(f"{text}, and so are advantages without a std; divide {others} by it, too")
     else:
         made.notes.append(f"{text}, which cancels where advantages are divided by a std")

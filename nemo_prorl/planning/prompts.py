@@ -36,7 +36,7 @@ def template_fault(data: DataConfig, folder: Path) -> str | None:
         return fault
     try:
         _render(template, written(PROMPT, data.prompt, data.system))
-    except _RefusedMessages as error:
+    except _TemplateRefused as error:
         return f"{folder}: {refused_messages(error, data.system)}"
     except Exception:  # as in `_through_template`
         return None
@@ -59,7 +59,7 @@ def longest_prompt(data: DataConfig, folder: Path, records: Iterable[Mapping[str
         return None
 
 
-class _RefusedMessages(Exception):
+class _TemplateRefused(Exception):
     """A chat template refuses the messages."""
 
 
@@ -82,7 +82,7 @@ def _render(template: str, messages: Any) -> str:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     def refuse(text: str) -> None:
-        raise _RefusedMessages(text)
+        raise _TemplateRefused(text)
 
     jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     jinja.globals.update(raise_exception=refuse, strftime_now=lambda form: datetime.now().strftime(form))

@@ -6,12 +6,13 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from nemo_prorl.algorithms.schedule import begins_with_reset, emptying, fixed_resets, rate_of_run, warmup_steps
+from nemo_prorl.algorithms.schedule import begins_with_reset, empties, emptying, fixed_resets, rate_of_run, warmup_steps
 from nemo_prorl.cautions import never_asks
 from nemo_prorl.lifecycle.retention import newest_state
 
 _MOST = 6  # steps that the row of resets lists
 _SHOWN = 3  # stretches between resets whose rates are listed
+_PARTS = {"both": "reference and optimizer", "none": "neither reference nor optimizer"}
 _MODES = {
     "manual": "no rules",
     "advise": "rules only alarm",
@@ -39,7 +40,7 @@ def rows(cfg: DictConfig) -> dict[str, str]:
     return found
 
 
-def _resets(resets: DictConfig, done: Sequence[int], planned: Sequence[int], steps: int, can_ask: Sequence[str]) -> str:
+def _resets(resets: Any, done: Sequence[int], planned: Sequence[int], steps: int, can_ask: Sequence[str]) -> str:
     """Return in words which resets were made and will be made in this run, and what they change."""
     useful = [step for step in planned if step < steps]
     regular = f"every {resets.every} steps, ".replace("every 1 steps", "every step") if resets.every else ""
@@ -51,12 +52,13 @@ def _resets(resets: DictConfig, done: Sequence[int], planned: Sequence[int], ste
         texts.append(f"{len(done)} made so far, after {_listed(done)}")
     asks = f" ({', '.join(can_ask) or 'none can'})" if resets.mode in ("auto", "stop", "trial") else ""
     texts.append(f"mode {resets.mode}, {_MODES[resets.mode]}{asks}")
-    texts.append(f"of {'reference and optimizer' if resets.parts == 'both' else resets.parts}")
+    texts.append(f"of {_PARTS.get(resets.parts, resets.parts)}")
     if resets.roll_back:
-        empties = ", then of the optimizer, too" if resets.parts == "reference" else ""
-        texts.append(f"back to the best weights{empties}")
+        also = "" if empties(resets, False) else ", then of the optimizer, too"
+        texts.append(f"back to the best weights{also}")
     if resets.lr_factor != 1:
-        texts.append(f"learning rate x {resets.lr_factor:g} each")
+        steps_of_it = f" for {resets.lr_factor_steps} steps" if resets.lr_factor_steps else ""
+        texts.append(f"learning rate x {resets.lr_factor:g}{steps_of_it} each")
     return "; ".join(texts)
 
 
@@ -67,7 +69,7 @@ def _listed(steps: Sequence[int]) -> str:
 
 
 def _rates(cfg: DictConfig, made: int, done: Sequence[Mapping[str, Any]], planned: Sequence[int]) -> dict[int, float]:
-    """Return {step: learning rate} of the next step, the last one, and those where a rise begins or ends between."""
+    """Return {step: learning rate} of the next step, the last one, and those where a rise or a factor ends."""
     resets, steps = cfg.trainer.resets, cfg.trainer.grpo.max_steps
     first = warmup_steps(cfg.model.optim.sched, steps)
     back = {"rolled_back_to": 0} if resets.roll_back else {}
@@ -76,5 +78,7 @@ def _rates(cfg: DictConfig, made: int, done: Sequence[Mapping[str, Any]], planne
     turns = {made + 1, steps}
     for start, end in list(zip(starts, [*planned, steps], strict=True))[:_SHOWN]:
         rise = resets.lr_warmup_steps or first if start in emptying(resets, all_done) else 0 if start else first
-        turns |= {start + 1, min(start + rise, end), end}
+        lowers = start and resets.lr_factor_steps and resets.lr_factor != 1
+        returns = {start + resets.lr_factor_steps + 1} if lowers else set()
+        turns |= {start + 1, min(start + rise, end), end, *returns}
     return {step: rate_of_run(cfg, step, all_done) for step in sorted(turns) if made < step <= steps}

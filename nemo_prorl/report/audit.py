@@ -3,6 +3,8 @@
 - The trainer trains the step again (`prorl replay-training`): all digests must be equal.
 - transformers computes the log-probabilities of the recorded tokens in float64, with the weights before the step.  The
   engine's recorded ones, and the trainer's of the replay, must be near them.
+- An engine is given the recorded tokens (`report.audit_engine`), with these weights and with older ones: is it near
+  float64, and are the recorded ones those of these weights?
 - The plugins judge the responses again.
 """
 
@@ -11,22 +13,25 @@ import logging
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from nemo_prorl.errors import ConfigError
+from nemo_prorl.errors import ConfigError, ProrlError, StoppedCleanly
 from nemo_prorl.launcher.replayed import train_again
 from nemo_prorl.planning.columns import columns
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from nemo_prorl.report.step_groups import StoredStep
     from nemo_prorl.rollout.groups import Group
 
 _log = logging.getLogger(__name__)
 
 ALLOWED = {"float32": 0.001, "bfloat16": 0.1, "float16": 0.1}  # mean difference per token from float64, in nats
 
+_NEARER = 2.0  # weights explain the recorded log-probabilities if others are this many times farther from them
 _AT_ONCE = 256  # positions: logits in float64 of a large vocabulary have a megabyte each
 
 
@@ -41,7 +46,8 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run_command=run)
 
 
-class Tokens(NamedTuple):
+@dataclass(frozen=True)
+class Tokens:
     """Log-probabilities of one response's tokens: of the engine, the trainer, and in float64."""
 
     number: int  # among all responses of the step
@@ -49,6 +55,9 @@ class Tokens(NamedTuple):
     engine: "Tensor"
     trainer: "Tensor"
     exact: "Tensor"
+    forced: "Mapping[int, Tensor]" = field(
+        default_factory=dict
+    )  # of an engine that was given the tokens, by version of its weights
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
     from nemo_prorl import settings
     from nemo_prorl.lifecycle.ledger import read_ledger
     from nemo_prorl.lifecycle.ledger_diff import of_step
+    from nemo_prorl.report.step_groups import StoredStep
+    from nemo_prorl.report.tokens import write_page
     from nemo_prorl.rewards.reverify import judge_again, rollout_files
 
     run_dir, step = args.run_dir.absolute(), args.step
@@ -65,9 +76,10 @@ def run(args: argparse.Namespace) -> int:
     if code := train_again(run_dir, folder, step, step, audit=True):
         return code
     cfg = settings.read_config(folder / "config.yaml")
-    dtypes = {"engine": str(cfg.rollout.dtype), "trainer": trainer_dtype(cfg)}
-    found = examined(run_dir, folder, step, args.responses, float(cfg.trainer.grpo.temperature))
-    off = differences(found, dtypes)
+    stored = StoredStep(run_dir, step)
+    found = examined(stored, folder, args.responses)
+    found = with_engine(cfg, stored, folder, found)
+    off = differences(found, {"engine": str(cfg.rollout.dtype), "trainer": trainer_dtype(cfg)}, step - 1)
     then, now = (read_ledger(path).get(step) for path in (run_dir, folder))
     parted = of_step(then, now) if then and now else None
     if parted is not None:
@@ -75,41 +87,34 @@ def run(args: argparse.Namespace) -> int:
     summary = judge_again(rollout_files(folder / "rollouts"))
     if summary.changed:
         off.append(f"rewards: {summary.changed} verdicts differ when the responses are judged again")
-    show(run_dir, folder, step, found)
+    write_page(page := folder / "tokens.html", stored.title, stored.shown({one.number: named(one) for one in found}))
+    _log.info("their tokens with the probabilities of engine and trainer: %s", page)
     sys.stdout.write("\n".join([*summary.lines(), *(f"off: {one}" for one in off or ["nothing"])]) + "\n")
     return 1 if off else 0
 
 
-def show(run_dir: Path, folder: Path, step: int, found: Sequence[Tokens]) -> None:
-    """Write the page of the examined responses, with their tokens, verdicts and advantages."""
-    from safetensors.torch import load_file
-    from transformers import AutoTokenizer
+def named(one: Tokens) -> dict[str, list[float]]:
+    """Return a response's log-probabilities by whose they are, as the page shows them."""
+    forced = {f"engine with weights {version}": logp_T for version, logp_T in one.forced.items()}
+    sides = {"engine": one.engine, "trainer": one.trainer, "float64": one.exact, **forced}
+    return {name: logp_T.tolist() for name, logp_T in sides.items()}
 
-    from nemo_prorl.lifecycle.batches import read_batch
-    from nemo_prorl.replay_training import LOGPROBS
-    from nemo_prorl.report.tokens import ShownResponse, write_page
 
-    decode = AutoTokenizer.from_pretrained(folder / "policy", local_files_only=True).decode
-    every = [(group, k) for group in read_batch(run_dir, step) for k in range(len(group.responses))]
-    advantage_B = load_file(folder / LOGPROBS)["advantage"].tolist()
-    shown = []
-    for one in found:
-        group, k = every[one.number]
-        verdict, tokens = group.verdicts[k], [decode([token]) for token in group.responses[k].token_ids]
-        heading = f"{one.name}, {group.task} {group.prompt_id}: score {verdict['score']}, advantage"
-        shown.append(
-            ShownResponse(
-                heading=f"{heading} {advantage_B[one.number]:.4g}",
-                prompt=decode(group.prompt_ids),
-                detail=verdict["detail"],
-                tokens=tokens,
-                engine=one.engine.tolist(),
-                trainer=one.trainer.tolist(),
-                exact=one.exact.tolist(),
-            )
-        )
-    write_page(page := folder / "tokens.html", f"{run_dir.name}, step {step}", shown)
-    _log.info("their tokens with the probabilities of engine and trainer: %s", page)
+def with_engine(cfg: Any, stored: "StoredStep", folder: Path, found: Sequence[Tokens]) -> list[Tokens]:
+    """Add the log-probabilities of an engine that is given the tokens; without one, say so and add nothing."""
+    from nemo_prorl.report.audit_engine import engine_logprobs
+
+    _log.info("starting an engine, which is given the tokens; its log is %s", folder / "logs" / "engine-0.log")
+    try:
+        made = engine_logprobs(cfg, stored, folder, [one.number for one in found])
+    except StoppedCleanly:
+        raise
+    except (ProrlError, OSError) as error:
+        sys.stdout.write(f"no engine could be asked: {error}\n")
+        return list(found)
+    return [
+        replace(one, forced={version: values[n] for version, values in made.items()}) for n, one in enumerate(found)
+    ]
 
 
 def trainer_dtype(cfg: Any) -> str:
@@ -118,20 +123,18 @@ def trainer_dtype(cfg: Any) -> str:
     return next((name for name, key in (("bfloat16", "bf16"), ("float16", "16")) if key in precision), "float32")
 
 
-def examined(run_dir: Path, folder: Path, step: int, most: int, temperature: float) -> list[Tokens]:
+def examined(stored: "StoredStep", folder: Path, most: int) -> list[Tokens]:
     """Return the responses in which engine and trainer differ most, of those made with the step's weights."""
     from safetensors.torch import load_file
 
-    from nemo_prorl.lifecycle.batches import read_batch
-    from nemo_prorl.replay_training import LOGPROBS
+    from nemo_prorl.replay_training import LOGPROBS, POLICY
 
-    groups, trainer = read_batch(run_dir, step), load_file(folder / LOGPROBS)
-    every = [(group, k) for group in groups for k in range(len(group.responses))]
-    fresh = [n for n, (g, k) in enumerate(every) if g.version == step - 1 and g.valid[k] and g.responses[k].token_ids]
+    trainer, every, version = load_file(folder / LOGPROBS), stored.responses, stored.step - 1
+    fresh = [n for n, (g, k) in enumerate(every) if g.version == version and g.valid[k] and g.responses[k].token_ids]
     if len(fresh) < len(every):
         _log.info("%d of %d responses are left out: older weights, or no verdict", len(every) - len(fresh), len(every))
     if not fresh:
-        raise ConfigError(f"--step={step}: all responses were made with older weights. Fix: another step")
+        raise ConfigError(f"--step={stored.step}: all responses were made with older weights. Fix: another step")
 
     def gap(number: int) -> float:
         group, k = every[number]
@@ -139,7 +142,8 @@ def examined(run_dir: Path, folder: Path, step: int, most: int, temperature: flo
         return statistics.fmean(abs(a - b) for a, b in zip(logprobs, trainer[str(number)].tolist(), strict=True))
 
     chosen = sorted(fresh, key=gap, reverse=True)[:most]
-    return exact(folder / "policy", {number: every[number] for number in chosen}, trainer, temperature)
+    temperature = float(stored.cfg.trainer.grpo.temperature)
+    return exact(folder / POLICY, {number: every[number] for number in chosen}, trainer, temperature)
 
 
 def exact(
@@ -168,20 +172,55 @@ def exact(
     return made
 
 
-def differences(found: Sequence[Tokens], dtypes: Mapping[str, str]) -> list[str]:
-    """Print how far engine and trainer are from float64; return what is farther than its precision explains."""
-    import torch
+def differences(found: Sequence[Tokens], dtypes: Mapping[str, str], version: int) -> list[str]:
+    """Print how far the sides are from float64; return what is farther than its precision explains.
 
-    rows, off = [("log p of tokens", "dtype", "mean |d|", "largest |d|", "in")], []
-    for side, dtype in dtypes.items():
-        gaps = [(getattr(one, side) - one.exact).abs() for one in found]
-        mean, allowed = float(torch.cat(gaps).mean()), ALLOWED.get(dtype, ALLOWED["float32"])
+    Args:
+        dtypes: of `engine` and `trainer`.
+        version: of the weights that the step begins with.
+    """
+    sides = {side: [getattr(one, side) for one in found] for side in dtypes}
+    if found[0].forced:
+        sides["engine, given the tokens"] = [one.forced[version] for one in found]
+    rows, off = [("log p of tokens", "dtype", "mean |d|", "largest |d|", "in")], {}
+    for side, values in sides.items():
+        gaps = [(value - one.exact).abs() for value, one in zip(values, found, strict=True)]
+        dtype = dtypes[side.partition(",")[0]]
+        mean, allowed = _mean(values, [one.exact for one in found]), ALLOWED.get(dtype, ALLOWED["float32"])
         worst = max(range(len(found)), key=lambda n: float(gaps[n].max()))
         where = f"{found[worst].name}, token {int(gaps[worst].argmax())}"
         rows.append((side, dtype, f"{mean:.3g}", f"{float(gaps[worst].max()):.3g}", where))
         if not mean <= allowed:
-            off.append(f"{side}: {mean:.3g} nats per token from float64, expected at most {allowed:g} in {dtype}")
+            off[side] = f"{side}: {mean:.3g} nats per token from float64, expected at most {allowed:g} in {dtype}"
     tokens = sum(len(one.exact) for one in found)
     sys.stdout.write(f"{tokens} tokens of {len(found)} responses, in which engine and trainer differ most\n")
     sys.stdout.write(columns(rows))
-    return off
+    return _with_cause(found, off, version) if found[0].forced else list(off.values())
+
+
+def _with_cause(found: Sequence[Tokens], off: dict[str, str], version: int) -> list[str]:
+    """Print which weights explain the engine's recorded log-probabilities; return `off` with the cause."""
+    recorded = [one.engine for one in found]
+    gaps = {made: _mean(recorded, [one.forced[made] for one in found]) for made in found[0].forced}
+    rows = [("engine with the weights after step", "mean |d| from the recorded log p")]
+    sys.stdout.write(columns([*rows, *((str(made), f"{gap:.3g}") for made, gap in gaps.items())]))
+    given = off.pop("engine, given the tokens", None)
+    nearest = min(gaps, key=lambda made: gaps[made])
+    if nearest != version and gaps[nearest] < gaps[version] / _NEARER:
+        off["engine"] = (
+            f"engine: it had the weights after step {nearest}: {gaps[nearest]:.3g} nats per token from the recorded"
+            f" log-probabilities, those after step {version} {gaps[version]:.3g}"
+        )
+    elif given:
+        off["engine"] = f"{given}: its kernels, or how it loads weights"
+    elif "engine" in off:
+        right = f"an engine with the weights after step {version} that is given the tokens is right"
+        off["engine"] += f"; {right}: its decode was off, unless it had yet other weights"
+    return list(off.values())
+
+
+def _mean(ones: "Sequence[Tensor]", others: "Sequence[Tensor]") -> float:
+    """Return the mean absolute difference over all tokens."""
+    import torch
+
+    return float((torch.cat(list(ones)) - torch.cat(list(others))).abs().mean())

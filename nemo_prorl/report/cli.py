@@ -3,6 +3,8 @@
 import argparse
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,15 @@ def add_parser(commands: Any) -> None:
     many = f"responses in the sample browser; -1: all that fit; 0: none; default: {SAMPLES}"
     parser.add_argument("--samples", metavar="N", type=int, default=SAMPLES, help=many)
     parser.add_argument(
+        "--step",
+        metavar="K",
+        type=int,
+        help="write the groups of a stored step instead, token by token; default of --out: step-K.html in RUN",
+    )
+    parser.add_argument(
+        "--draw", metavar="D", nargs="+", type=int, default=[], help="groups of --step to show; default: the first"
+    )
+    parser.add_argument(
         "--serve",
         action="store_true",
         help="serve the page on this machine instead, with new data while a run continues",
@@ -50,6 +61,10 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.samples < -1:
         raise ConfigError(f"--samples {args.samples}: expected -1 (all), 0 (none) or more")
+    if args.step is not None:
+        return _step(args)
+    if args.draw:
+        raise ConfigError(f"--draw {args.draw[0]}: expected together with --step K")
     if args.serve:
         if args.out is not None:
             raise ConfigError("--out and --serve: expected one of them; --out writes a file, --serve serves the page")
@@ -68,6 +83,19 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _step(args: argparse.Namespace) -> int:
+    """Write the page of a step and print its path."""
+    from nemo_prorl.report.step_groups import write_step
+
+    if len(args.runs) > 1 or args.evaluation or args.serve:
+        raise ConfigError(f"--step {args.step}: expected one run directory, without --evaluation and --serve")
+    out = args.out or args.runs[0] / f"step-{args.step}.html"
+    with _written(out):
+        write_step(out, args.runs[0], args.step, args.draw, args.samples)
+    sys.stdout.write(f"{out}\n")
+    return 0
+
+
 def write(runs: list[Path], evaluations: list[Path], samples: int, out: Path | None) -> Path:
     """Write the page atomically and return its path."""
     from nemo_prorl.report.data import page_data
@@ -76,13 +104,20 @@ def write(runs: list[Path], evaluations: list[Path], samples: int, out: Path | N
     data = page_data(runs, evaluations, samples)
     if out is None:
         out = (runs[0] if len(runs) == 1 else Path()) / "report.html"
+    with _written(out):
+        write_text(out, page(data))
+    _log.info("wrote the report %s (%.1f MB)", out, out.stat().st_size / 1e6)
+    return out
+
+
+@contextmanager
+def _written(out: Path) -> Iterator[None]:
+    """Check the file to write, and name it if the block cannot write it."""
     if out.is_dir():
         raise ConfigError(f"--out {out}: is a folder; name the file to write, such as {out / 'report.html'}")
     try:
-        write_text(out, page(data))
+        yield
     except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
         raise ConfigError(
             f"--out {out}: cannot be written: {error.strerror}; give a path in a folder of yours"
         ) from error
-    _log.info("wrote the report %s (%.1f MB)", out, out.stat().st_size / 1e6)
-    return out

@@ -6,6 +6,7 @@ from it.  It has the paper's signals: KL, entropy, response length, missing eos,
 
 from typing import Any
 
+from nemo_prorl.lifecycle.journal_events import effects_in_words
 from nemo_prorl.lifecycle.stages import begun_from, end_in_words
 from nemo_prorl.report.read import Curve, RunRecord, number, part_of
 from nemo_prorl.report.tables import changes_between, trial_outcome
@@ -51,7 +52,10 @@ def _rows(run: RunRecord, before: RunRecord | None, runs: tuple[RunRecord, ...])
         rows.append(["validation", judged])
     rows += [[title, text] for key, title, form in _SIGNALS if (text := _signal(run, key, form))]
     resets = run.counted("reset_commit")
-    rows += [["hard reset", f"after step {one['step']}: {_short(one.get('reason'))}{_back(one)}"] for one in resets]
+    rows += [
+        ["hard reset", f"after step {one['step']}: {_short(one.get('reason'))}{effects_in_words(one)}"]
+        for one in resets
+    ]
     rows += [["trial", _short(trial_outcome(one))] for one in run.counted("trial_end")]
     alarms = run.counted("alarm")
     rows += [["alarm", f"step {one['step']}: {_short(one.get('what'))}"] for one in alarms[:_ALARMS]]
@@ -107,11 +111,6 @@ def _signal(run: RunRecord, key: str, form: str) -> str:
         f"{first:{form}} -> {last:{form}} (means of {of}); lowest {low[1]:{form}} at step {low[0]}, highest"
         f" {high[1]:{form}} at step {high[0]}"
     )
-
-
-def _back(reset: dict[str, Any]) -> str:
-    back_to = reset.get("rolled_back_to")
-    return "" if back_to is None else f", back to the weights of step {back_to}"
 
 
 def _short(text: Any) -> str:

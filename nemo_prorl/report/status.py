@@ -16,6 +16,7 @@ from nemo_prorl.launcher.chain_slurm import JobState, job_states, read_record
 from nemo_prorl.launcher.formats import ChainEntry, ChainRecord
 from nemo_prorl.lifecycle.bottleneck import bottleneck
 from nemo_prorl.lifecycle.control import is_locked
+from nemo_prorl.lifecycle.journal_events import rate_in_words
 from nemo_prorl.lifecycle.retention import complete, newest_state, step_folder
 from nemo_prorl.lifecycle.stages import begun_from, end_in_words, stop_requested
 from nemo_prorl.lifecycle.summary import validations_of
@@ -81,6 +82,7 @@ def run_state(run_dir: Path) -> dict[str, Any]:
         "ended": "running" if state == "running" else _ended(run),
         "checkpoint": checkpoints[-1].name if checkpoints else None,
         "trial": _trial(run),
+        "learning_rate": _lowered(run),
         "heldout": {key: heldout[key] for key in ("before", "after")} if heldout else None,
         "metrics": run.metrics[-1] if run.metrics else {},
         "bottleneck": bottleneck(run.metrics[-_RECENT:]),
@@ -102,6 +104,16 @@ def _trial(run: RunRecord) -> str | None:
     without = validations_of(step_folder(run.folder / "trials", begun) / "none", begun, last)
     found = look(without, validations_of(run.folder, begun, last), run.setting("trainer.resets.trial_noise"))
     return f"{text}; {f'with the reset at the last look {found[0].text(len(without))}' if found else 'no look so far'}"
+
+
+def _lowered(run: RunRecord) -> str | None:
+    """Return in words what hard resets do to the learning rate of the next step; None if nothing."""
+    texts = [
+        f"{rate} (hard reset after step {one['step']})"
+        for one in run.counted("reset_commit")
+        if (rate := rate_in_words(one)) and ((until := number(one.get("lr_until"))) is None or until > run.last_step)
+    ]
+    return "; ".join(texts) or None
 
 
 def _ended(run: RunRecord) -> str:
@@ -192,8 +204,7 @@ def _run_table(run: dict[str, Any]) -> str:
         "step": _step(run),
         "last checkpoint": run["checkpoint"] or "none",
     }
-    if run["trial"]:
-        rows["trial"] = run["trial"]
+    rows |= {name: run[key] for name, key in (("trial", "trial"), ("learning rate", "learning_rate")) if run[key]}
     if launch := run["launch"]:
         times = "once" if launch["restart"] == 1 else f"{launch['restart']} times"
         rows["job"] = f"{launch['job']}{f', requeued {times}' if launch['restart'] else ''}"

@@ -197,7 +197,10 @@ class Collector:
         return running.create_task(self._group(draw, self._draws - 1, work))
 
     def _decide(self, group: Group, sampler: DynamicSampler, batch: CollectedBatch) -> None:
-        """Keep the oldest undecided group for the batch, or drop it.  No other function keeps or drops a group."""
+        """Keep the oldest undecided group for the batch, or drop it.
+
+        Groups are discarded without this where their weights are too old (`_collect`) or bad (`discard`).
+        """
         tolerance = self.cfg.trainer.grpo.dynamic_sampling.tolerance
         kept = sampler.decide(_carries_signal(group, tolerance), usable=_can_teach(group))
         batch.tasks.setdefault(group.task, TaskTally()).add(group, kept, tolerance)
@@ -211,7 +214,7 @@ class Collector:
         elif shown < 0 or len(batch.outcomes) <= shown:
             batch.dropped.append(group)
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         """Discard the surplus groups that were left for the next step, at a roll-back."""
         self._surplus = []
 

@@ -22,6 +22,7 @@ class SamplingParams:
     """Sampling parameters of a request.
 
     `stop_token_ids` None uses the stop tokens of the model's config.json.  `logprobs` False omits log-probabilities.
+    `forced`: the tokens of the response.  The engine then samples nothing and computes their log-probabilities.
     """
 
     temperature: float = 1.0
@@ -29,6 +30,7 @@ class SamplingParams:
     max_tokens: int = 16
     stop_token_ids: tuple[int, ...] | None = None
     logprobs: bool = True
+    forced: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -76,10 +76,10 @@ class OneStepOff(Collector):
             self._waiting = self._end(started)
         return max(0.0, called_at - (self._ended_at or called_at))
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         """Discard the batch that was collected ahead and the groups that were left for a later step."""
         self._waiting = None
-        super().drop()
+        super().discard()
 
     def state_dict(self) -> CollectorState:
         return {**super().state_dict(), "waiting": self._waiting.to_json() if self._waiting else None}

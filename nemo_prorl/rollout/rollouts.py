@@ -221,9 +221,9 @@ class Rollouts:
                 metrics.step, "every training prompt was retired (data.retire_after): all are drawn again"
             )
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         """Discard the groups that were left for the next step."""
-        self.collector.call(lambda collector: collector.drop())
+        self.collector.call(lambda collector: collector.discard())
 
     # --- in a checkpoint -------------------------------------------------------------------------------------------
 

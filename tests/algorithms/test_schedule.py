@@ -120,6 +120,16 @@ def test_the_warm_up_after_a_reset_may_have_its_own_length() -> None:
     assert rates(SchedKeys(), 6, [1, 5], resets=ResetsConfig(lr_factor=0.5), base=2.0) == [2.0, 1, 1, 1, 1, 0.5]
 
 
+def test_a_reset_may_lower_the_rate_for_a_while() -> None:
+    """Each reset for its own steps; where they overlap, twice."""
+    resets = ResetsConfig(lr_factor=0.5, lr_factor_steps=3)
+    assert rates(SchedKeys(), 8, [0, 2, 4], resets=resets, base=1.0) == [1, 1, 0.5, 0.5, 0.25, 0.5, 0.5, 1]
+    fall = SchedKeys(name="linear")
+    lower = [1, 1, 0.5, 0.5, 0.5, 1, 1, 1]
+    wanted = [share * rate for share, rate in zip(lower, rates(fall, 8), strict=True)]
+    assert rates(fall, 8, [2], emptied=[], resets=resets) == wanted
+
+
 def test_the_factor_of_a_reset_multiplies_the_whole_curve() -> None:
     sched = SchedKeys(name="linear", min_lr=1e-4)
     plain = rates(sched, 6)

@@ -206,3 +206,30 @@ def test_a_stopped_stage_hands_over_to_the_next_at_a_checkpoint(tmp_path: Path, 
     assert three["ended"].startswith("stopped by ")
     assert (four["from"], four["ended"]) == (f"run3, step {int(picked.name[5:])}", "done")
     assert events_of(folder / "run4")[0]["start_from"] == str(picked)
+
+
+@pytest.mark.slow
+def test_the_arms_of_a_fork_train_as_jobs(undisturbed: Path, tmp_path: Path, root: Path) -> None:
+    """An arm whose job was cancelled is submitted again; after that the same command compares."""
+    unless_there_is_no_slurm()
+    out, prorl = tmp_path / "fork", str(Path(sys.executable).with_name("prorl"))
+    flags = f"--nodes=1 --gpus-per-node=0 --mem=0 --output={tmp_path}/%x-%j.log"
+    command = ["fork", str(undisturbed), "--checkpoint", "4", "--steps", "2", "--out", str(out), f"--sbatch={flags}"]
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+
+    def jobs() -> list[int]:
+        return [int(arm["job"]) for arm in json.loads((out / "fork.json").read_text())["arms"]]
+
+    with cluster(nodes=1) as slurm:
+        slurm.run(prorl, *command, env=environment)
+        first, second = jobs()
+        slurm.run("scancel", str(second))
+        assert slurm.wait(second, 60).state == "CANCELLED"
+        assert slurm.wait(first, 600) == Ended("COMPLETED", 0, 0)
+        slurm.run(prorl, *command, env=environment)
+        assert jobs()[0] == first
+        assert slurm.wait(jobs()[1], 600) == Ended("COMPLETED", 0, 0)
+        table = slurm.run(prorl, *command, env=environment).splitlines()
+    assert [line.split()[0] for line in table[:3]] == ["arm", "none", "reset"]
+    assert [event["event"] for event in events_of(out / "reset")].count("reset_commit") == 1
+    assert "reset_commit" not in [event["event"] for event in events_of(out / "none")]

@@ -1,24 +1,38 @@
 """`prorl fork`: its arms, their comparison in pairs, and a real fork whose equal arms are equal to the bit."""
 
+import contextlib
 import json
 import math
 import random
+import shlex
+import shutil
 import statistics
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from nemo_prorl import cli, settings
+from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.files import write_json
 from nemo_prorl.launcher import fork, one_node
+from nemo_prorl.launcher.chain_slurm import SCRIPT
 from nemo_prorl.launcher.fork import arm_of, compared, table
 from nemo_prorl.launcher.formats import ForkRecord
+from nemo_prorl.launcher.run_results import finished_step
+from nemo_prorl.launcher.slurm_queries import Job
+from nemo_prorl.launcher.submission import ROOT, Submission, arguments
 from nemo_prorl.lifecycle.ledger import read_ledger
 from nemo_prorl.lifecycle.ledger_diff import parting
+from tests.ending import end_with_session
+from tests.launcher.test_chain import Slurm, project, slurm  # noqa: F401  fixtures among them
 from tests.test_formats import against
+from tests.whole_runs import metrics_of
 
 
 def test_the_arms_that_have_names_and_those_of_overrides() -> None:
@@ -66,7 +80,7 @@ def validated(folder: Path, scores: dict[int, dict[str, float]], tokens: float) 
 
 def fork_record(steps: int, noise: float | None = None, arms: tuple[str, ...] = ("none", "reset")) -> ForkRecord:
     """What `prorl fork` writes into fork.json."""
-    own: Any = [{"text": arm, "folder": arm} for arm in arms]
+    own: Any = [{"text": arm, "folder": arm, "job": None} for arm in arms]
     return {"format": 1, "checkpoint": "run/checkpoints/step-4", "steps": steps, "early_noise": noise, "arms": own}
 
 
@@ -162,6 +176,53 @@ def test_an_arm_that_is_decided_is_stopped_and_not_continued(
     assert len(list((tmp_path / "forks" / "4" / "reset" / "validations").iterdir())) < steps
 
 
+def test_each_arm_is_a_job_of_its_own_configuration_and_is_submitted_once(
+    slurm: Slurm,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = Path.cwd() / "run"
+    (run / "checkpoints" / "step-000004").mkdir(parents=True)
+    monkeypatch.setattr(fork, "chosen_checkpoint", lambda run_dir, which: run_dir / "checkpoints" / "step-000004")
+    (run / "config.yaml").write_text(settings.resolved_yaml(settings.load([f"run_dir={run}", "seed=5"])))
+    folder = run / "forks" / "4"
+    words = ["fork", "run", "--steps", "10", "--arms", "none", "model.optim.lr=1e-4", "--sbatch", "--time=60"]
+
+    def command(arm: str) -> list[str]:
+        return ["--parsable", f"--job-name=fork-4-{arm}", "--time=60", SCRIPT, "saved", f"run_dir={folder / arm}"]
+
+    assert cli.main([*words, "--dry-run"]) == 0
+    rehearsed = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+    assert rehearsed == [["sbatch", *command(arm)] for arm in ("none", "model.optim.lr_1e-4")]
+    assert slurm.calls("sbatch") == []
+    shutil.rmtree(folder)
+
+    assert cli.main(words) == 0
+    assert slurm.calls("sbatch") == [[str(ROOT), *command(arm)] for arm in ("none", "model.optim.lr_1e-4")]
+    written = json.loads((folder / "fork.json").read_text())
+    assert [arm["job"] for arm in written["arms"]] == ["17", "18"]
+    assert against("fork", written) == []
+    # What the job reads: the script's words, without a group, so the arm's own configuration counts.
+    arm = Submission(arguments(command("model.optim.lr_1e-4")[4:]), Job())
+    trained = settings.load_run(arm.overrides)
+    assert (trained.seed, trained.model.optim.lr, trained.trainer.grpo.max_steps) == (5, 1e-4, 10)
+    assert trained.chain.start_from == str(run / "checkpoints" / "step-000004")
+
+    slurm.add("squeue", "echo 17 RUNNING None")
+    validated(folder / "none", {10: {"a": 0.25}}, 2e6)
+    capsys.readouterr()
+    assert cli.main(words) == 0  # job 18 has ended, and its arm has not
+    assert capsys.readouterr().out.splitlines()[:2] == ["none  job 17 is RUNNING", "model.optim.lr=1e-4  job 19"]
+    for name, score in (("none", 0.25), ("model.optim.lr_1e-4", 0.5)):
+        shutil.rmtree(folder / name)
+        validated(folder / name, {10: {"a": score}}, 2e6)
+        write_json(folder / name / "summary.json", {"finished": True, "step": 10})
+    assert cli.main(words) == 0
+    assert capsys.readouterr().out.splitlines()[2].split()[1:3] == ["0.5000", "+0.2500"]
+    assert len(slurm.calls("sbatch")) == 3
+    assert cli.main([*words, "--early"]) == 2
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -187,17 +248,28 @@ def test_wrong_use_is_refused(words: list[str], told: str, caplog: pytest.LogCap
 def test_equal_arms_are_equal_to_the_bit(
     undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The third arm says what is so already.  The reset arm begins with a KL of 0; the others do not.
+    """The third arm says what is so already, and is killed.  The reset arm begins with a KL of 0; the others do not.
 
     The checkpoint is not that of step 2, after whose reset another one changes nothing.
     """
     same = "trainer.grpo.clip_high=0.4"
-    words = ["fork", str(undisturbed), "--checkpoint", "4", "--arms", "none", "reset", same, "--steps", "3"]
+    words = ["fork", str(undisturbed), "--checkpoint", "4", "--arms", "none", "reset", same, "--steps", "4"]
     for which in ("newest", "best"):
         assert cli.main(["fork", str(undisturbed), "--checkpoint", which, "--steps", "3", "--dry-run"]) == 0
         assert capsys.readouterr().out.count("prorl train --config") == 2
+    arms = [tmp_path / fork.arm_of(arm, parent(undisturbed)).name for arm in words[5:8]]
+    command = [sys.executable, "-m", "nemo_prorl.cli", *words, "--out", str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, preexec_fn=end_with_session) as process:  # noqa: PLW1509  only prctl
+        Deadline(900, "step 3 of the third arm").wait_until(lambda: len(metrics_of(arms[2])) >= 3, every=0.05)
+        family = psutil.Process(process.pid).children(recursive=True)
+        for one in (process, *family):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+    psutil.wait_procs(family, timeout=60)
+    assert finished_step(arms[2], 4) is None
     assert cli.main([*words, "--out", str(tmp_path)]) == 0
-    none, reset, again = (read_ledger(tmp_path / fork.arm_of(arm, parent(undisturbed)).name) for arm in words[5:8])
+    none, reset, again = map(read_ledger, arms)
+    assert len(again) == 4
     assert parting(none, again) is None
     found: Any = parting(none, reset)
     assert (found.step, found.phase) == (1, "trainer")

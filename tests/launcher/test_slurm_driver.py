@@ -16,8 +16,10 @@ from typing import Any
 
 import pytest
 
+from nemo_prorl import settings
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.files import write_json
+from nemo_prorl.launcher import submission
 from nemo_prorl.launcher.peers import node_file
 from nemo_prorl.launcher.slurm_queries import Job
 from nemo_prorl.launcher.srun_step import Step
@@ -562,6 +564,25 @@ def test_a_stage_on_one_node_starts_one_supervisor(cluster: str, tmp_path: Path)
     words = dry_run("none", run, f"cluster={cluster}", "data=laptop", "pretrained_checkpoint.restore_from_path=null")
     assert {"--nodes=1", "--ntasks=1", f"cluster={cluster}"} <= set(words)
     assert words[words.index("nemo_prorl.launcher.node") + 1] == "--nodes=1"
+
+
+def test_a_saved_run_has_the_configuration_of_its_folder(tmp_path: Path) -> None:
+    """`saved` in place of a stage, as `prorl fork --sbatch` submits its arms."""
+    assert sorted(submission.GROUPS) == sorted(path.name for path in (ROOT / "conf").iterdir() if path.is_dir())
+    run = f"run_dir={tmp_path}"
+    saved = settings.load([run, "cluster=slurm_dev", "data=laptop", "trainer.num_nodes=3", "rollout.engines=3"])
+    (tmp_path / "config.yaml").write_text(settings.resolved_yaml(saved))
+    words = dry_run("saved", run)
+    assert "--nodes=3" in words
+    assert words[-1] == run
+    for wrong, told in (
+        ([], "saved: expected run_dir=FOLDER"),
+        ([f"run_dir={tmp_path / 'other'}"], "other/config.yaml, the configuration of a run; there is no such file"),
+        ([run, "cluster=laptop"], "saved: cluster=laptop would choose another configuration. Fix: leave it out"),
+    ):
+        script = ["bash", str(ROOT / "slurm" / "stage.sbatch"), "saved", *wrong, "--dry-run"]
+        done = subprocess.run(script, capture_output=True, text=True, check=False)
+        assert (done.returncode, told in done.stderr) == (2, True), done.stderr
 
 
 def test_the_script_s_python_may_be_an_old_one() -> None:

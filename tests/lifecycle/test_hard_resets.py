@@ -74,7 +74,7 @@ def account(run: SmallRun) -> dict[str, Any]:
 # --- what is reset ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("parts", ["both", "reference", "optimizer"])
+@pytest.mark.parametrize("parts", ["both", "reference", "optimizer", "none"])
 def test_reference_and_optimizer_are_reset_as_configured(
     parts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,10 +82,11 @@ def test_reference_and_optimizer_are_reset_as_configured(
     trainer = trained(run, monkeypatch)
     new, at_start = run.policy.state(), SmallPolicy(1.0).state()
     assert not same(new["weights"], at_start["weights"])
-    assert same(new["reference"], at_start["weights"] if parts == "optimizer" else new["weights"])
+    keeps = parts in ("optimizer", "none")
+    assert same(new["reference"], at_start["weights"] if keeps else new["weights"])
     counts = {int(moments["step"]) for moments in new["adam"].values()}
-    assert counts == ({3 * UPDATES} if parts == "reference" else set())
-    assert trainer.resets.state_dict()["fresh"] is (parts != "optimizer")
+    assert counts == ({3 * UPDATES} if parts in ("reference", "none") else set())
+    assert trainer.resets.state_dict()["fresh"] is not keeps
     (reset,) = trainer.resets.done
     assert reset == {"step": 3, "reason": "at_steps", "reference_sha256": run.policy.reference_sha256()}
     assert same(saved(run, 3), new)  # the checkpoint was written after the reset
@@ -174,7 +175,7 @@ def test_each_update_has_the_learning_rate_of_its_step(tmp_path: Path, monkeypat
 # --- roll-back -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("parts", ["both", "reference", "optimizer"])
+@pytest.mark.parametrize("parts", ["both", "reference", "optimizer", "none"])
 def test_a_roll_back_starts_from_the_best_weights(
     parts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -184,13 +185,13 @@ def test_a_roll_back_starts_from_the_best_weights(
     before, new = saved(run, 2), run.policy.state()
     assert same(new["weights"], before["weights"])
     assert not same(new["weights"], saved(run, 4)["weights"])
-    assert same(new["reference"], before["reference"] if parts == "optimizer" else new["weights"])
+    assert same(new["reference"], before["reference"] if parts in ("optimizer", "none") else new["weights"])
     assert new["adam"] == {}  # also with parts=reference: the moments belong to other weights
     (reset,) = trainer.resets.done
     assert (reset["step"], reset["rolled_back_to"]) == (6, 2)
     (commit,) = run.events("reset_commit")
     assert commit["rolled_back_to"] == 2
-    assert "hard reset after step 6 (at_steps), back to step 2" in caplog.messages
+    assert "hard reset after step 6 (at_steps), back to the weights of step 2" in caplog.messages
     assert same(saved(run, 6), new)
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +18,7 @@ from nemo_prorl.algorithms.correction import rollout_correction
 from nemo_prorl.config import AdaptiveEntropyConfig, GRPOConfig, ResetsConfig
 from nemo_prorl.errors import DataError
 from nemo_prorl.lifecycle import batches as batches_module
-from nemo_prorl.lifecycle.batches import Batches, batch_file, read_batch, stored_batch
+from nemo_prorl.lifecycle.batches import Batches, batch_file, read_batch, read_trainer_logprobs, stored_batch
 from nemo_prorl.lifecycle.journal_events import Reset
 from nemo_prorl.lifecycle.ledger import Ledger, read_ledger
 from nemo_prorl.lifecycle.ledger_diff import Norms, Parting, parting
@@ -27,6 +28,7 @@ from nemo_prorl.trainer import Trainer
 from tests.lifecycle.faults import Killed, killed_at
 from tests.lifecycle.small_run import SmallRun, config
 from tests.lifecycle.small_store import SmallStore
+from tests.whole_runs import metrics_of
 
 AT = 3  # step of the planted faults
 Plant = Callable[[SmallRun, Trainer], None]
@@ -40,20 +42,28 @@ def whole(
     return run
 
 
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
+    """A finished run without faults, which tests only read."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return whole(tmp_path_factory.mktemp("clean"), monkeypatch)
+
+
 def lines_of(run: SmallRun) -> dict[int, dict[str, Any]]:
     return read_ledger(run.folder)
 
 
-def test_equal_runs_have_equal_ledgers_also_if_one_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = whole(tmp_path / "first", monkeypatch)
+def test_equal_runs_have_equal_ledgers_also_if_one_is_killed(
+    clean: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     second = SmallRun(config(tmp_path / "second", ResetsConfig(at_steps=[4]), max_steps=6))
     with killed_at("reset:reference", monkeypatch), pytest.raises(Killed):
         second.process(monkeypatch, lambda trainer: None)
     second.process(monkeypatch, lambda trainer: None)
-    assert list(lines_of(first)) == [1, 2, 3, 4, 5, 6]
-    assert lines_of(first) == lines_of(second)
+    assert list(lines_of(clean)) == [1, 2, 3, 4, 5, 6]
+    assert lines_of(clean) == lines_of(second)
     chain = ""
-    for line in lines_of(first).values():
+    for line in lines_of(clean).values():
         text = json.dumps([chain, line["objects"]], separators=(",", ":"))
         chain = hashlib.sha256(text.encode()).hexdigest()[:16]
         assert line["chain"] == chain
@@ -245,26 +255,24 @@ FAULTS: dict[Plant, tuple[str, str, str]] = {
 
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
 def test_a_planted_fault_is_found_in_its_step_phase_and_object(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plant: Plant
+    clean: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plant: Plant
 ) -> None:
-    first, second = whole(tmp_path / "first", monkeypatch), whole(tmp_path / "second", monkeypatch, plant)
-    found = parting(lines_of(first), lines_of(second), Norms(norms_of(first.folder), norms_of(second.folder)))
+    second = whole(tmp_path, monkeypatch, plant)
+    found = parting(lines_of(clean), lines_of(second), Norms(norms_of(clean.folder), norms_of(second.folder)))
     assert isinstance(found, Parting)
     phase, name, kind = FAULTS[plant]
     assert (found.step, found.phase, found.object) == (AT, phase, name), found.words()
     assert found.kind.startswith(kind), found.words()
-    assert parting(lines_of(first), lines_of(first)) is None
+    assert parting(lines_of(clean), lines_of(clean)) is None
 
 
-def test_other_weights_of_the_loss_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = whole(tmp_path / "first", monkeypatch)
-
+def test_other_weights_of_the_loss_are_found(clean: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def doubled(*given: Any) -> Any:
         weight_BT, metrics = rollout_correction(*given)
         return 2 * weight_BT, metrics
 
     monkeypatch.setattr("nemo_prorl.trainer.rollout_correction", doubled)
-    found = parting(lines_of(first), lines_of(whole(tmp_path / "second", monkeypatch)))
+    found = parting(lines_of(clean), lines_of(whole(tmp_path, monkeypatch)))
     assert found is not None
     assert (found.step, found.object) == (1, "weight")
 
@@ -285,12 +293,37 @@ def test_the_newest_batches_are_kept_and_those_of_each_nth_step(
 ) -> None:
     run = whole(tmp_path, monkeypatch, max_steps=9, keep_batches=2, keep_batches_every=4)
     assert [step for step in range(1, 10) if stored_batch(run.folder, step)] == [4, 8, 9]
-    assert [group.draw_index for group in read_batch(run.folder, 8)] == lines_of(run)[8]["draws"]
-    with pytest.raises(DataError, match=r"step 5 has no stored batch. Fix: keep more with trainer.grpo.keep_batches"):
+    groups = read_batch(run.folder, 8)
+    assert [group.draw_index for group in groups] == lines_of(run)[8]["draws"]
+    assert {file.stem for file in (run.folder / "batches").glob("trainer-*")} == {
+        f"trainer-{step:06d}" for step in (4, 8, 9)
+    }
+    with pytest.raises(DataError, match=r"step 5 has no stored batch \(stored: 4, 8, 9\). Fix: keep more with"):
         read_batch(run.folder, 5)
     batch_file(run.folder / "batches", 8).write_bytes(b"short")
     with pytest.raises(DataError, match="step-000008.safetensors cannot be read"):
         read_batch(run.folder, 8)
+
+
+def test_the_trainer_s_log_probabilities_are_stored_beside_the_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = whole(tmp_path, monkeypatch, max_steps=3)
+    groups = read_batch(run.folder, 3)
+    stored = read_trainer_logprobs(run.folder, 3, groups)
+    assert stored is not None
+    gaps = [
+        trainer - engine
+        for logprobs, response in zip(stored, [r for g in groups for r in g.responses], strict=True)
+        for trainer, engine in zip(logprobs, response.logprobs, strict=True)
+    ]
+    measured = metrics_of(run.folder)[2]
+    assert measured["correction/mean_abs"] > 0.01
+    assert statistics.fmean(map(abs, gaps)) == pytest.approx(measured["correction/mean_abs"], rel=0.03)
+    assert max(map(abs, gaps)) == pytest.approx(measured["correction/max_abs"], rel=0.0626)
+    run.cfg.trainer.grpo.old_logp, run.cfg.trainer.grpo.max_steps = "engine", 4
+    run.process(monkeypatch, lambda trainer: None)
+    assert read_trainer_logprobs(run.folder, 4, read_batch(run.folder, 4)) is None  # not measured in this step
 
 
 def test_a_start_removes_the_batches_of_steps_that_are_computed_again(
@@ -349,9 +382,10 @@ def test_a_batch_that_takes_too_long_does_not_keep_a_run_from_ending(
 # --- replay ----------------------------------------------------------------------------------------------------------
 
 
-def replayed(run: SmallRun, monkeypatch: pytest.MonkeyPatch, checkpoint: int, last: int, **grpo: Any) -> dict[int, Any]:
-    """Return the ledger of a replay of the run's steps after a checkpoint, or from its start (0)."""
-    folder = run.folder.with_name(f"replay-{checkpoint}-{last}")
+def replayed(
+    run: SmallRun, folder: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: int, last: int, **grpo: Any
+) -> dict[int, Any]:
+    """Return the ledger of a replay, in a new folder, of the run's steps after a checkpoint, or from its start (0)."""
     other = SmallRun(replace(run.cfg, trainer=replace(run.cfg.trainer, grpo=replace(run.cfg.trainer.grpo, **grpo))))
     policy = other._policy(monkeypatch)
     policy.store = lambda cfg: SmallStore(other.policy)
@@ -375,20 +409,27 @@ def replayed(run: SmallRun, monkeypatch: pytest.MonkeyPatch, checkpoint: int, la
     return read_ledger(folder)
 
 
+@pytest.fixture(scope="module")
+def adaptive(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
+    """A finished run whose entropy coefficient is state of a checkpoint."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        target = AdaptiveEntropyConfig(enabled=True, target=9.0)
+        return whole(tmp_path_factory.mktemp("adaptive"), monkeypatch, adaptive_entropy=target)
+
+
 @pytest.mark.parametrize("checkpoint", [0, 2, 4])
 def test_steps_trained_again_have_the_same_digests_also_across_a_reset(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: int
+    adaptive: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: int
 ) -> None:
-    adaptive = AdaptiveEntropyConfig(enabled=True, target=9.0)  # the coefficient is state of a checkpoint
-    run = whole(tmp_path / "run", monkeypatch, adaptive_entropy=adaptive)
-    again, lines = replayed(run, monkeypatch, checkpoint, 6), lines_of(run)
+    again, lines = replayed(adaptive, tmp_path / "replay", monkeypatch, checkpoint, 6), lines_of(adaptive)
     assert len({str(line["objects"]["update 1/settings"]) for line in lines.values()}) > 1
     assert list(again) == list(range(checkpoint + 1, 7))
     assert {step: line["chain"] for step, line in again.items()} == {s: lines[s]["chain"] for s in again}
 
 
-def test_another_setting_parts_where_it_has_an_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = whole(tmp_path / "run", monkeypatch)
-    found = parting(lines_of(run), replayed(run, monkeypatch, 2, 3, clip_high=0.001))
+def test_another_setting_parts_where_it_has_an_effect(
+    clean: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = parting(lines_of(clean), replayed(clean, tmp_path / "replay", monkeypatch, 2, 3, clip_high=0.001))
     assert found is not None
     assert (found.step, found.object.partition("/")[2]) == (3, "gradient")

@@ -1,6 +1,8 @@
 """Trials of hard resets: the run equals one that had known the answer, also if it is killed anywhere in a trial."""
 
+import functools
 import json
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from tests.lifecycle.test_wiring import always_plateau, go
 STEPS, BEGIN, LENGTH, NOISE = 9, 3, 4, 0.25
 GO_BACK = ("trial:records", "trial:back", "reset:intent", "reset:optimizer", "reset:checkpointed", "reset:committed")
 LOSE = ("trial:lost", "trial:checkpoints back", "trial:records back")
+Known = Callable[..., SmallRun]
 BETTER, WORSE, EQUAL = PairedDifference(0.3, 0.01), PairedDifference(-0.3, 0.01), PairedDifference(0.1, 1.0)
 
 
@@ -33,10 +36,18 @@ def run_in(folder: Path, mode: str = "trial", **resets: Any) -> SmallRun:
     return SmallRun(config(folder, ResetsConfig(mode=mode, **values), **grpo))
 
 
-def without(folder: Path, monkeypatch: pytest.MonkeyPatch, **resets: Any) -> SmallRun:
-    run = run_in(folder, "advise", **resets)
-    go(run, monkeypatch)
-    return run
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Known:
+    """Gives the finished run without trials that is reset after some steps; tests only read it."""
+
+    @functools.cache
+    def run_with(*at_steps: int) -> SmallRun:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            run = run_in(tmp_path_factory.mktemp("known"), "advise", at_steps=list(at_steps))
+            go(run, monkeypatch)
+        return run
+
+    return run_with
 
 
 def shown(found: PairedDifference, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,12 +80,16 @@ def ends(run: SmallRun) -> list[tuple[Any, ...]]:
     return [(e["trial"], e["step"], e["winner"]) for e in run.events("trial_end")]
 
 
-@pytest.mark.parametrize(("found", "steps"), [(WORSE, 1), (EQUAL, LENGTH)])
-@pytest.mark.parametrize("kill", [None, *GO_BACK, *LOSE])
+@pytest.mark.parametrize(
+    ("found", "steps", "kill"),
+    [(WORSE, 1, kill) for kill in (None, *GO_BACK, *LOSE)]
+    + [(EQUAL, LENGTH, None)]
+    + [pytest.param(EQUAL, LENGTH, kill, marks=pytest.mark.slow) for kill in (*GO_BACK, *LOSE)],
+)
 def test_a_reset_that_does_not_win_is_not_made(
-    found: PairedDifference, steps: int, kill: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    known: Known, found: PairedDifference, steps: int, kill: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = without(tmp_path / "without", monkeypatch, at_steps=[])
+    wanted = known()
     shown(found, monkeypatch)
     run = run_in(tmp_path / "tried")
     if kill is not None:
@@ -95,8 +110,10 @@ def test_a_reset_that_does_not_win_is_not_made(
 
 
 @pytest.mark.parametrize("kill", [None, *GO_BACK])
-def test_a_reset_that_wins_is_kept(kill: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = without(tmp_path / "with", monkeypatch)
+def test_a_reset_that_wins_is_kept(
+    known: Known, kill: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = known(BEGIN)
     shown(BETTER, monkeypatch)
     run = run_in(tmp_path / "tried")
     if kill is not None:
@@ -177,9 +194,9 @@ def test_a_requested_reset_ends_the_trial(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("kill", ["trial:checkpoints back", "trial:records back"])
 def test_the_first_checkpoint_is_kept_and_a_damaged_end_of_the_winner_is_trained_again(
-    kill: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    known: Known, kill: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = without(tmp_path / "without", monkeypatch, at_steps=[])
+    wanted = known()
     shown(WORSE, monkeypatch)
     run = run_in(tmp_path / "tried")
     run.cfg.trainer.grpo.keep_checkpoints, run.cfg.trainer.grpo.checkpoint_every = 2, 1

@@ -124,7 +124,7 @@ def overrides(output: str) -> list[str]:
 
 
 def telling(output: str) -> list[str]:
-    """Return the comments that tell of a difference or of a missing value: all but the two lists of single settings."""
+    """Return the comments that tell of a difference or of a missing value: all but the list of single settings."""
     comments = output.split("settings without a counterpart")[0].splitlines()
     return [line for line in comments if line.startswith("#") and "no override needed" not in line]
 

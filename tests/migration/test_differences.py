@@ -34,9 +34,10 @@ def test_what_trl_does_otherwise_is_told(
         ("trl", "a.yaml", "eval_strategy: epoch\nnum_generations_eval: 2\n", (2, 1, 1)),
         ("trl", "a.yaml", "eval_strategy: no\neval_steps: 5\n", None),
         ("trl", "a.yaml", "beta: 0.1\n", None),
-        ("openrlhf", "a.sh", "python3 -m x --eval_steps 5", (4, 0.6, 1)),
-        ("openrlhf", "a.sh", "python3 -m x --eval.steps 5 --eval.temperature 0.3", (4, 0.3, 1)),
-        ("openrlhf", "a.sh", "python3 -m x --eval.steps -1", None),
+        ("openrlhf", "a.sh", "python3 -m x --eval_dataset d --eval_steps 5", (4, 0.6, 1)),
+        ("openrlhf", "a.sh", "python3 -m x --eval.dataset d --eval.steps 5 --eval.temperature 0.3", (4, 0.3, 1)),
+        ("openrlhf", "a.sh", "python3 -m x --eval.dataset d --eval.steps -1", None),
+        ("openrlhf", "a.sh", "python3 -m x --eval.steps 5", None),
     ],
 )
 def test_a_validation_samples_as_an_evaluation_there(

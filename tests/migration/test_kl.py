@@ -54,9 +54,9 @@ def test_the_kl_of_nemo_rl_may_be_in_the_rewards(
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ("algorithm.kl_ctrl.kl_coef=0.001", "  algorithm.kl_ctrl.kl_coef=0.001 has no effect there, without algor"),
-        ("actor_rollout_ref.actor.kl_loss_coef=0.02", "  actor_rollout_ref.actor.kl_loss_coef=0.02 has no effect"),
-        ("algorithm.kl_ctrl.kl_coef=0.0", "no override needed: algorithm.kl_ctrl.kl_coef=0.0"),
+        ("algorithm.kl_ctrl.kl_coef=0.002", "algorithm.kl_ctrl.kl_coef=0.002 has no effect there, without algor"),
+        ("actor_rollout_ref.actor.kl_loss_coef=0.02", "actor_rollout_ref.actor.kl_loss_coef=0.02 has no effect"),
+        ("algorithm.kl_ctrl.kl_coef=0.001", "no override needed for 1 settings: 1 without an effect there"),
         ("algorithm.kl_ctrl.kl_coef=0.001 algorithm.use_kl_in_reward=True", None),
         ("trainer.nnodes=1", None),
     ],

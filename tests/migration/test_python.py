@@ -237,7 +237,11 @@ def test_other_trainers_of_trl_are_refused(
     ("text", "told", "code"),
     [
         ("AutoModelForCausalLM.from_pretrained('m', torch_dtype=torch.bfloat16)", "dtype=bfloat16: the weights are", 0),
-        ("AutoModelForCausalLM.from_pretrained('m', dtype='float32')", "needed: model_init_kwargs.dtype=float32", 0),
+        (
+            "AutoModelForCausalLM.from_pretrained('m', dtype='float32')",
+            "no override needed for 1 settings: 1 the same here",
+            0,
+        ),
         ("FastLanguageModel.from_pretrained('m', load_in_4bit=True)", "load_in_4bit=True: the model's weights have", 2),
         ("AutoModelForCausalLM.from_pretrained('m', quantization_config=q)", "quantization_config=q has no value", 2),
         ("GRPOConfig(max_steps=9, model_init_kwargs={'torch_dtype': 'auto'})", "kwargs.torch_dtype=auto: the weig", 0),
@@ -278,7 +282,11 @@ def test_weights_that_do_not_fit_the_rewards_are_told(
 @pytest.mark.parametrize(
     ("text", "told", "code"),
     [
-        ('{"gradient_clipping": "auto", "optimizer": {"type": "AdamW"}}', "needed: deepspeed.optimizer.type=AdamW", 0),
+        (
+            '{"gradient_clipping": "auto", "optimizer": {"type": "AdamW"}}',
+            "no override needed for 1 settings: 1 the same here",
+            0,
+        ),
         ('{"gradient_clipping": 1}', "cluster=laptop", 0),  # that of max_grad_norm
         (
             '{"gradient_clipping": 0.5}',
@@ -286,6 +294,9 @@ def test_weights_that_do_not_fit_the_rewards_are_told(
             2,
         ),
         ('{"optimizer": {"type": "Lamb"}}', "deepspeed.optimizer.type=Lamb: the optimizer is AdamW here", 2),
+        ('{"optimizer": {"type": "Adam", "params": {"lr": "auto"}}}', "no override needed for 2 settings: 2 the sa", 0),
+        ('{"optimizer": {"type": "Adam", "params": {"adam_w_mode": 0}}}', "params.adam_w_mode=0: the weight", 2),
+        ('{"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}', "deepspeed.optimizer.params.lr=0.0001: with", 2),
         ('{"scheduler": {"type": "WarmupLR"}}', "deepspeed.scheduler.type=WarmupLR: DeepSpeed's schedule acts", 2),
         (None, "deepspeed=ds.json: this file is not beside the script and was not read", 0),
     ],

@@ -47,7 +47,7 @@ def test_what_follows_from_a_shell_script_is_evaluated(
         "run_dir='runs/$not_replaced-2048'",
         "pretrained_checkpoint.restore_from_path='/home/me/verl/models/my model\\'s'",
     } <= set(overrides), overrides
-    assert "  actor_rollout_ref.rollout.engine_kwargs.vllm.max-model-len=6144" in comments
+    assert any("actor_rollout_ref.rollout.engine_kwargs.vllm.max-model-len=6144: an arg" in line for line in comments)
     assert '  the script passes its own arguments on ("$@"): what you give it is not read here' in comments
     assert not any("tee" in line or "2>" in line for line in [*overrides, *comments])
     model = f"pretrained_checkpoint.restore_from_path={paper_model.write(tmp_path / 'model')}"

@@ -273,6 +273,11 @@ def test_a_plan_lists_only_the_sources_of_the_tasks(tmp_path: Path) -> None:
             " reference and optimizer; back to the best"
             " weights; learning rate x 0.5 each",
         ),
+        (
+            ["at_steps=[9]", "parts=none", "lr_factor=0.5", "lr_factor_steps=20"],
+            "1 at a fixed step: after 9; mode advise, rules only alarm; of neither reference nor optimizer; learning"
+            " rate x 0.5 for 20 steps each",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -321,6 +326,13 @@ def test_a_plan_of_a_continued_run_counts_only_the_resets_to_come(tmp_path: Path
             ["trainer.resets.every=10", "trainer.resets.lr_factor=0.9"],
             "step 1 0.0002, step 10 0.0002, step 11 0.00018, step 20 0.00018, step 21 0.000162, step 30 0.000162, ...,"
             " step 120 6.28e-05",
+        ),
+        (
+            [
+                f"trainer.resets.{word}"
+                for word in ("at_steps=[60]", "parts=none", "lr_factor=0.5", "lr_factor_steps=9")
+            ],
+            "step 1 0.0002, step 60 0.0002, step 61 0.0001, step 70 0.0002, step 120 0.0002",
         ),
         (
             ["name=constant", "trainer.resets.lr_warmup_steps=4", "chain.start_from=runs/x"],

@@ -35,8 +35,8 @@ def of_all_ranks(value: Any) -> list[Any]:
     return every
 
 
-def wired(actor: Any, batch: Batch, loss: Any, denominator: float, out: Path) -> dict[str, Any]:
-    """What an update and a checkpoint do.  The optimizer is reset; `batch`: this data rank's rows."""
+def wired(actor: Any, batch: Batch, loss: Any, denominator: float, out: Path | None) -> dict[str, Any]:
+    """What an update does, and a checkpoint in `out`.  The optimizer is reset; `batch`: this data rank's rows."""
     from nemo_prorl.policy import checkpoint_files
 
     update = partial(actor.update, batch, loss, denominator, with_entropy=True)
@@ -50,10 +50,12 @@ def wired(actor: Any, batch: Batch, loss: Any, denominator: float, out: Path) ->
         (given, actor.gradients(batch, loss, denominator, used, with_entropy=True)["loss"], update(given)["loss"])
         for given, used in ((None, at), (0.7, 0.7), (at, at))
     ]
+    found["digests"] = flipped(actor, update)
+    if out is None:
+        return found
     store = checkpoint_files.PolicyStore(actor)
     found |= saved_and_loaded(actor, store, update, out / "saved")
     found["after refused"] = after_refused(actor, store, update, batch, loss, saved=out / "saved")
-    found["digests"] = flipped(actor, update)
     found["failed"] = failed(store, out / "saved", out)
     found["held"] = held(actor, out)
     found["in turn"] = in_turn(actor, out)

@@ -6,6 +6,7 @@ NeMo takes 15 s to import: one process does it and forks the ranks of each layou
 """
 
 import errno
+import gc
 import os
 import shutil
 import sys
@@ -66,24 +67,24 @@ class Layout:
 
 DATA_PARALLEL = Layout(dp=2, micro_batch=18, tokens=64)
 OTHER_MICRO_BATCHES = Layout(micro_batch=3, packed=True)
-PIPELINE_PACKED = Layout(pp=2, packed=True)  # slow: MOST_CUT has the stages, the last layout both at once
+MOST_CUT = Layout("llama_tied", tp=2, pp=2, sp=True, micro_batch=18, tokens=64, packed=True)
+SLOW = [Layout(pp=2, packed=True), Layout(tp=2, pp=2)]  # MOST_CUT has all of it at once
 LAYOUTS = [
     Layout(),
-    PIPELINE_PACKED,
+    *SLOW,
     DATA_PARALLEL,
-    Layout(tp=2, pp=2),
     OTHER_MICRO_BATCHES,
     Layout("qwen3"),
     Layout("qwen3", tp=2, sp=True, micro_batch=18, tokens=64),
+    MOST_CUT,
     Layout("llama_tied"),
-    Layout("llama_tied", tp=2, pp=2, sp=True, micro_batch=18, tokens=64, packed=True),
 ]
 
 
+# The other layouts of a model load the checkpoint of its first one: of one rank, or of as many as MOST_CUT has.
 FIRST = {model: next(x for x in LAYOUTS if x.model == model) for model in MODELS}
-SLOW = [PIPELINE_PACKED]
-MOST_CUT = Layout(tp=2, pp=2)  # its checkpoint is loaded at (1, 1, 1), too
-CLOSER = [Layout(), DATA_PARALLEL, MOST_CUT]  # where a roll-back and both ways to write are looked at, to save time
+# Where a roll-back, both ways to write and the wiring are looked at, to save time; on one rank for slow tests alone.
+CLOSER = [DATA_PARALLEL, MOST_CUT, Layout()]
 RECORDED_UPDATES = 2
 
 
@@ -138,14 +139,15 @@ def rows_of_rank(rows: int, actor: Any) -> torch.Tensor:
     )
 
 
-def measure(layout: Layout, out: Path) -> None:
-    """What one rank does; rank 0 writes OUT/NAME.pt."""
+def measure(layout: Layout, out: Path, slow: bool) -> None:
+    """What one rank does; rank 0 writes OUT/NAME.pt.  `slow`: also what only slow tests look at."""
     from nemo_prorl.policy import checkpoint_files
     from nemo_prorl.policy.build import build_actor
 
     torch.set_num_threads(1)
     folder = HFFolder(out / layout.model)
     actor = build_actor(config_of(layout, folder.path), folder.path).actor
+    closer = layout in CLOSER and (slow or layout.world > 1)
     everything = fixed_batch()
     mine = everything.rows(rows_of_rank(len(everything), actor))
     share = denominator_terms(mine.mask_BT, "token")
@@ -185,14 +187,14 @@ def measure(layout: Layout, out: Path) -> None:
     found["resumed"] = (state["step"], state["weights_sha256"] == sha, onward, again)
     found["copied"] = [torch.empty(1, dtype=torch.int64) for _ in range(layout.world)]
     torch.distributed.all_gather(found["copied"], torch.tensor(copied))
-    if layout in CLOSER:
+    if closer:
         found["rolled_back"] = rolled_back(
             actor, saved, lambda: actor.update(mine, loss, denominator, with_entropy=True)
         )
     actor.set_reference()
     actor.reset_optimizer()
     checkpoint_files.PolicyStore(actor).save(saved.with_name(layout.name + "-reset"), step)
-    if layout in CLOSER:
+    if closer:
         writer.save(saved.with_name(layout.name + "-reset-background"), step)
     onward = [actor.update(mine, loss, denominator, with_entropy=True), actor.weights_sha256()]
     checkpoint_files.PolicyStore(actor).load(saved.with_name(layout.name + "-reset"))
@@ -225,13 +227,10 @@ def measure(layout: Layout, out: Path) -> None:
         actor.update(recorded, loss, denominator, with_entropy=True)
     found["recorded"] = (actor.reference_sha256(), {k: v.clone() for k, v in actor.export_weights()})
 
-    if layout in CLOSER:
+    if closer:
         checkpoint_files.PolicyStore(actor).load(first)
-        found["wired"] = wired(actor, mine, loss, denominator, out / "wired" / layout.name)
-    if layout == OTHER_MICRO_BATCHES:
-        checkpoint_files.PolicyStore(actor).load(out / "checkpoints" / MOST_CUT.name)
-        weights = {k: v.clone() for k, v in actor.export_weights()}
-        found["put_together"] = (weights, actor.update(mine, loss, denominator, with_entropy=True))
+        checkpoints = out / "wired" / layout.name if slow or layout == DATA_PARALLEL else None
+        found["wired"] = wired(actor, mine, loss, denominator, checkpoints)
     if layout == Layout():
         found["killed"] = killed_writes(actor, out / "killed")
     if layout == DATA_PARALLEL:
@@ -475,9 +474,10 @@ def main() -> None:
     import nemo_prorl.policy.checkpoint_files  # noqa: F401  (imported before the forks)
 
     config_of(Layout(), out / "qwen2")  # Hydra composes once, before the forks
+    gc.freeze()  # a collection of garbage in a rank would touch, and so copy, all that was imported
 
     for layout in (x for x in LAYOUTS if slow or x not in SLOW):
-        fork_ranks(layout.world, lambda layout=layout: measure(layout, out), out / layout.name, 240)  # type: ignore[misc]
+        fork_ranks(layout.world, partial(measure, layout, out, slow), out / layout.name, 240)
 
     for work in (of.of_one_adam, of.across):
         for lazy in (False, True):

@@ -5,6 +5,7 @@
 The configuration is `cluster=h100_4x8` with fewer nodes and a small model.  One process imports NeMo and forks ranks.
 """
 
+import gc
 import json
 import os
 import sys
@@ -216,6 +217,7 @@ def main() -> None:
 
     for cluster in {case.cluster for case in CASES}:
         config_of(Case("", cluster=cluster), HFFolder(out / "model"))  # Hydra composes once, before the forks
+    gc.freeze()  # as in ranks.py
 
     def fork(name: str, ranks: int, work: Callable[[], None]) -> None:
         fork_ranks(ranks, work, out / name, 240)

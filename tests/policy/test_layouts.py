@@ -23,7 +23,6 @@ from tests.policy.ranks import (
     FIRST,
     LAYOUTS,
     MOST_CUT,
-    OTHER_MICRO_BATCHES,
     RECORDED_UPDATES,
     SLOW,
     STEPS,
@@ -37,9 +36,9 @@ pytestmark = [pytest.mark.nemo, pytest.mark.timeout(900)]
 OTHERS = [x for x in LAYOUTS if x not in FIRST.values()]
 
 
-def names(layouts: list[Layout]) -> Any:
+def names(layouts: list[Layout], slow: list[Layout] = SLOW) -> Any:
     return pytest.mark.parametrize(
-        "layout", [pytest.param(x, id=x.name, marks=[pytest.mark.slow] if x in SLOW else []) for x in layouts]
+        "layout", [pytest.param(x, id=x.name, marks=[pytest.mark.slow] if x in slow else []) for x in layouts]
     )
 
 
@@ -172,18 +171,12 @@ def test_an_update_that_is_not_finite_is_not_made(layout: Layout, measured: Meas
 
 @names(OTHERS)
 def test_a_checkpoint_loads_at_another_layout(layout: Layout, measured: Measured) -> None:
+    """Of one rank on many, and of many ranks on one."""
+    assert {FIRST[x.model].world < x.world for x in OTHERS if x not in SLOW} == {False, True}
     found, wanted = measured(layout.name), measured(FIRST[layout.model].name)
     for name, value in wanted["weights"].items():
         assert torch.equal(found["resharded"][name], value), name
     assert maths(found["resharded_update"]) == pytest.approx(maths(wanted["resumed"][2][0]), rel=2e-5, abs=2e-6)
-
-
-def test_a_checkpoint_of_many_ranks_loads_on_one(measured: Measured) -> None:
-    weights, update = measured(OTHER_MICRO_BATCHES.name)["put_together"]
-    wanted = measured(MOST_CUT.name)
-    for name, value in wanted["weights"].items():
-        assert torch.equal(weights[name], value), name
-    assert maths(update) == pytest.approx(maths(wanted["resumed"][2][0]), rel=2e-5, abs=2e-6)
 
 
 @names(OTHERS)
@@ -222,7 +215,7 @@ def test_a_snapshot_copies_what_its_rank_writes(layout: Layout, measured: Measur
     assert copied == pytest.approx(wanted, rel=0.3), weights
 
 
-@names(CLOSER)
+@names(CLOSER, slow=[Layout()])
 def test_a_checkpoint_is_the_same_written_in_the_background_or_not(layout: Layout, ranks: Path) -> None:
     one, other = (ranks / "checkpoints" / f"{layout.name}-reset{suffix}" for suffix in ("", "-background"))
     names = sorted(file.name for file in one.iterdir())
@@ -236,7 +229,7 @@ def test_a_checkpoint_is_the_same_written_in_the_background_or_not(layout: Layou
     assert written.storage_data == again.storage_data
 
 
-@names(CLOSER)
+@names(CLOSER, slow=[Layout()])
 def test_a_roll_back_takes_the_weights_alone(layout: Layout, measured: Measured) -> None:
     found = measured(layout.name)["rolled_back"]
     weights, saved = found["weights"]

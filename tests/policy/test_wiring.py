@@ -6,10 +6,19 @@ from typing import Any
 import pytest
 
 from tests.policy.measure_wiring import LOST, OTHER_LR
-from tests.policy.ranks import CLOSER, MOST_CUT, Layout
+from tests.policy.ranks import CLOSER, DATA_PARALLEL, MOST_CUT, Layout
 
 pytestmark = [pytest.mark.nemo, pytest.mark.timeout(900)]
-layouts = pytest.mark.parametrize("layout", CLOSER, ids=lambda layout: layout.name)
+
+
+def names(quick: list[Layout]) -> Any:
+    """All of CLOSER; those that are not `quick` are slow."""
+    slow = [pytest.param(x, id=x.name, marks=pytest.mark.slow) for x in CLOSER if x not in quick]
+    return pytest.mark.parametrize("layout", [*(pytest.param(x, id=x.name) for x in quick), *slow])
+
+
+layouts = names([DATA_PARALLEL, MOST_CUT])
+two_ranks = names([DATA_PARALLEL])  # checkpoints of these layouts are compared in test_layouts.py
 Found = dict[str, Any]
 
 
@@ -57,7 +66,7 @@ def test_an_update_that_is_not_finite_on_one_data_rank_is_made_on_none(layout: L
         assert told == [("NonFiniteUpdate", True)] * layout.world, what
 
 
-@layouts
+@two_ranks
 def test_an_update_after_refused_ones_has_the_effect_that_it_has_without_them(layout: Layout, found: Found) -> None:
     """Moments, steps, weights and what the update returns are the same to the bit."""
     assert found["after refused"] == [(["NonFiniteUpdate"] * 3, [True] * 3, True)] * layout.world
@@ -83,24 +92,24 @@ def test_an_update_has_the_temperature_that_is_given(layout: Layout, found: Foun
     assert len(set(losses.values())) == 3  # weights move meanwhile
 
 
-@layouts
+@two_ranks
 def test_each_rank_goes_on_with_its_own_random_states(layout: Layout, found: Found) -> None:
     drawn = found["drawn"]
     assert all(wanted == again for wanted, again in drawn)
     assert len({str(wanted) for wanted, _ in drawn}) == layout.world
 
 
-@layouts
+@two_ranks
 def test_a_checkpoint_has_the_state_of_its_save(layout: Layout, found: Found) -> None:
     assert found["state"] == (5, {"a": 1})
 
 
-@layouts
+@two_ranks
 def test_the_first_rank_is_called_once_the_folder_has_its_name(layout: Layout, found: Found) -> None:
     assert found["called"] == [[(True, False, "checkpoint")], *[[]] * (layout.world - 1)]
 
 
-@layouts
+@two_ranks
 def test_a_drain_waits_as_long_as_it_may(layout: Layout, found: Found) -> None:
     still_writing, in_time, later = found["drained"]
     assert still_writing
@@ -108,18 +117,18 @@ def test_a_drain_waits_as_long_as_it_may(layout: Layout, found: Found) -> None:
     assert not later
 
 
-@layouts
+@two_ranks
 def test_weights_that_are_loaded_are_another_version(layout: Layout, found: Found) -> None:
     """One update, two loads of weights for `load`, one for `load_policy`: engines compare it with what they have."""
     assert found["versions"] == [3, 4]
 
 
-@layouts
+@two_ranks
 def test_a_save_that_is_waited_for_copies_nothing_in_host_memory(layout: Layout, found: Found) -> None:
     assert found["copied in the foreground"] == [[0]] * layout.world
 
 
-@layouts
+@two_ranks
 def test_a_checkpoint_that_was_changed_is_refused_by_all_ranks(layout: Layout, found: Found) -> None:
     words = {
         "weights: load": "the weights policy was changed after the save: expected sha256 000",
@@ -139,12 +148,12 @@ def test_a_checkpoint_that_was_changed_is_refused_by_all_ranks(layout: Layout, f
             assert bool(text) == bool(words[name]), name
 
 
-@layouts
+@two_ranks
 def test_a_new_reference_takes_the_memory_of_the_last_once_nobody_reads_that(layout: Layout, found: Found) -> None:
     assert found["held"] == {"after a failure": True, "beside a reader": False, "after all readers": True}
 
 
-@layouts
+@two_ranks
 def test_a_snapshot_is_taken_after_the_write_before(layout: Layout, found: Found) -> None:
     """Two at a time would take twice the host memory."""
     assert found["in turn"] == [False, False]

@@ -217,6 +217,50 @@ def make_fork(folder: Path, gains: dict[str, float], noise: float | None = None,
             scores = {str(k): 0.3 + 0.01 * k + gain * (1 + draw.uniform(-0.1, 0.1)) for k in range(prompts)}
             (folder / arm / "validations" / f"step-{step:06d}.json").write_text(json.dumps(scores))
     record = {"format": 1, "checkpoint": "run/checkpoints/step-000100", "steps": 12, "early_noise": noise}
-    record |= {"arms": [{"text": arm.replace("_", " "), "folder": arm} for arm in gains]}
+    record |= {"arms": [{"text": arm.replace("_", " "), "folder": arm, "job": None} for arm in gains]}
     (folder / "fork.json").write_text(json.dumps(record))
     return folder
+
+
+STEP_TEXTS = ("the answer is 4", "<b> 5")
+
+
+def make_step(folder: Path, step: int = 3, groups: int = 3, trainer: bool = True, *overrides: str) -> list[Any]:
+    """A run with one stored batch: groups of two responses, the first right and the second wrong; returns the groups.
+
+    `trainer`: the trainer's log-probabilities are stored, too; each is 0.5 below the engine's.
+    """
+
+    import torch
+
+    from nemo_prorl import settings
+    from nemo_prorl.config import GRPOConfig
+    from nemo_prorl.data.laptop.model import build_tokenizer
+    from nemo_prorl.lifecycle.batches import Batches, gap_bytes
+    from nemo_prorl.rollout.endpoints import Response
+    from nemo_prorl.rollout.groups import Group
+
+    (folder / "init").mkdir(parents=True, exist_ok=True)
+    base = [f"run_dir={folder}", "pretrained_checkpoint.restore_from_path=null", *overrides]
+    (folder / "config.yaml").write_text(settings.resolved_yaml(settings.load(base)))
+    tokenizer = build_tokenizer([*STEP_TEXTS, "what is 2 + 2 ?"])
+    tokenizer.save_pretrained(folder / "init")
+    made = []
+    for draw in range(groups):
+        ids = [tokenizer.encode(text) for text in STEP_TEXTS]
+        logps = [[-0.25 * (n % 9) for n in range(len(one))] for one in ids]
+        responses = [Response(k, one, logps[k], "stop" if k == 0 else "length", step - 1) for k, one in enumerate(ids)]
+        verdicts: list[Any] = [
+            {"id": f"p{draw}", "score": score, "correct": score == 1, "parts": {}, "detail": detail, "failure": None}
+            for score, detail in ((1.0, "accepted: 4"), (0.0, f"not accepted: {HOSTILE[0]}{HOSTILE[3]}"))
+        ]
+        record = {"id": f"p{draw}", "task": "math", "prompt": "what is 2 + 2 ?", "truth": {"answer": "4"}}
+        prompt = tokenizer.encode("what is 2 + 2 ?")
+        made.append(Group(f"p{draw}", "math", record, prompt, 0, responses, verdicts, step, step - 1, 10 + draw))
+    batches = Batches(folder, GRPOConfig(), lambda step, what: None)
+    batches.store(step, made)
+    if trainer:
+        every = [response.logprobs for group in made for response in group.responses]
+        batches.store_gaps(step, [gap_bytes(torch.full((len(logps),), -0.5)).numpy() for logps in every])
+    batches.wait()
+    return made

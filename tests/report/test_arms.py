@@ -78,7 +78,7 @@ def test_the_arms_are_curves_in_the_order_of_the_fork(tmp_path: Path) -> None:
 def test_an_arm_that_trains_or_is_missing_or_broken_is_told(tmp_path: Path, noise: float | None) -> None:
     folder = make_fork(tmp_path / "fork", dict.fromkeys(("none", "trains", "broken", "other", "odd"), 0.0), noise)
     record = record_of(folder)
-    record["arms"].append({"text": "later", "folder": "later"})
+    record["arms"].append({"text": "later", "folder": "later", "job": None})
     write_json(folder / "fork.json", record)
     for file in sorted((folder / "trains" / "validations").iterdir())[2:]:
         file.unlink()
@@ -132,7 +132,7 @@ def test_a_served_page_notices_a_validation_and_a_new_arm(tmp_path: Path, monkey
     (folder / "reset" / "validations" / "step-000012.json").unlink()
     assert source.data()[0]["fork"]["series"][1]["x"] == [3, 6, 9]
     record = record_of(folder)
-    record["arms"].append({"text": "third", "folder": "third"})
+    record["arms"].append({"text": "third", "folder": "third", "job": None})
     write_json(folder / "fork.json", record)
     assert len(source.data()[0]["fork"]["rows"]) == 3
     make_run(folder / "third", 2)

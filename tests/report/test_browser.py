@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_prorl.report import cli, serve
+from nemo_prorl.report import cli, serve, step_groups
 from tests.report.browser import Browser, NoBrowser, Page, browser
 from tests.report.made import (
     HOSTILE,
@@ -23,6 +23,7 @@ from tests.report.made import (
     make_hostile,
     make_run,
     make_spoilt,
+    make_step,
     metrics_line,
     write_lines,
 )
@@ -438,3 +439,32 @@ def test_the_arms_of_a_fork_are_compared(chromium: Browser, tmp_path: Path) -> N
     folder = make_fork(tmp_path / "fork", {"none": 0.0, "model.optim.lr=1_x=2": 0.2})
     chromium.visit(write(folder), look)
     chromium.visit(write(folder / "none"), without)
+
+
+def test_the_tokens_of_a_stored_step_have_both_colours(chromium: Browser, tmp_path: Path) -> None:
+    async def look(page: Page) -> None:
+        await quiet(page)
+        assert await page.evaluate("window.broken") is None
+        assert await count(page, "section") == 3
+        span = "document.querySelectorAll('.t span')"
+        assert await page.evaluate(f"{span}[4].title") == "engine -1.0000, trainer -1.5000"
+        backgrounds = await page.evaluate(f"[0, 4].map((n) => getComputedStyle({span}[n]).backgroundImage)")
+        assert "rgba(255, 140, 0, 0)" in backgrounds[0]  # the engine's probability is 1
+        assert "rgba(255, 140, 0, 0.1)" in backgrounds[0]  # the trainer's is exp(-0.5)
+        assert "rgba(255, 140, 0, 0.2)" in backgrounds[1]
+        assert "rgba(255, 140, 0, 0.3)" in backgrounds[1]
+        assert "advantage 0.7071" in await text(page, "#draw-11 ~ h3")
+        assert "accepted: 4" in await text(page, "#draw-11 ~ h3 + p")
+        assert await page.evaluate("document.querySelector('#draw-11 ~ details pre').checkVisibility()") is False
+        await page.evaluate("document.querySelector('#draw-11 ~ details summary').click()")
+        assert await page.evaluate("document.querySelector('#draw-11 ~ details pre').checkVisibility()") is True
+        assert await text(page, "#draw-11 ~ details pre") == "what is 2 + 2 ?"
+        await page.evaluate("document.querySelector('a[href=\"#draw-12\"]').click()")
+        await page.until(
+            "Math.abs(document.querySelector('#draw-12').getBoundingClientRect().top) < window.innerHeight"
+        )
+        assert await page.evaluate("document.documentElement.scrollWidth <= window.innerWidth") is True
+
+    make_step(tmp_path / "run")
+    step_groups.write_step(tmp_path / "run" / "step-3.html", tmp_path / "run", 3, [], 100)
+    chromium.visit((tmp_path / "run" / "step-3.html").as_uri(), look, width=400, height=700)

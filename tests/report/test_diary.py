@@ -63,6 +63,16 @@ def test_alarms_are_listed_up_to_a_number(chain: Path) -> None:
     assert len(alarms) == 13
 
 
+def test_a_reset_says_what_it_does_to_weights_and_learning_rate(chain: Path) -> None:
+    reset = {"event": "reset_commit", "step": 9, "time": 2.0, "reason": "every", "lr_factor": 0.5, "lr_until": 19}
+    with (chain / "run1" / "journal.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in (reset, {**reset, "step": 10, "rolled_back_to": 6}))
+    assert [text for title, text in rows_of(chain)[0] if title == "hard reset"][-2:] == [
+        "after step 9: every, learning rate x 0.5 until step 19",
+        "after step 10: every, back to the weights of step 6, learning rate x 0.5 until step 19",
+    ]
+
+
 def test_trials_of_resets_say_what_they_showed(chain: Path) -> None:
     """The interval is that of the looks that could decide; in a report of one run it is among the events."""
     trial = {"event": "trial_end", "step": 9, "time": 2.0, "trial": 5, "winner": "none", "tokens": 100}

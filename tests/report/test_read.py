@@ -89,6 +89,16 @@ def test_the_status_of_a_run_says_that_it_is_in_a_trial(tmp_path: Path) -> None:
     assert json.loads(status.status(folder, as_json=True))["trial"] == told("reset")
 
 
+def test_the_status_of_a_run_says_that_a_reset_has_lowered_its_learning_rate(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", 12)
+    reset = {"event": "reset_commit", "time": 2.0, "reason": "every", "lr_factor": 0.5}
+    with (folder / "journal.jsonl").open("a") as file:
+        file.writelines(json.dumps({**reset, "step": step, "lr_until": step + 6}) + "\n" for step in (6, 7))
+    told = "x 0.5 until step 13 (hard reset after step 7)"  # the other one holds until step 12, which is made
+    assert json.loads(status.status(folder, as_json=True))["learning_rate"] == told
+    assert told in status.status(folder)
+
+
 def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
     folders = [make_run(tmp_path / part / "laptop", 1) for part in ("a", "b")]
     assert [curve.name for curve in read.read_curves(folders)] == ["a/laptop", "b/laptop"]

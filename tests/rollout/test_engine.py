@@ -211,6 +211,33 @@ def test_logprobs_are_those_of_the_sampling_distribution(engine: EngineProcess, 
     assert torch.cat(unscaled).mean() > 1e-2
 
 
+def test_forced_tokens_get_the_log_probabilities_that_they_have_when_sampled(
+    engine: EngineProcess, models: dict[str, Path]
+) -> None:
+    sampled = SamplingParams(temperature=1.2, max_tokens=70, stop_token_ids=())  # more than a cache block of 32
+
+    def forced(responses: Sequence[Response]) -> list[Response]:
+        async def work(client: EngineClient) -> list[Response]:
+            answers = [
+                ask(client, PROMPTS[i // 2], [0], SamplingParams(1.2, forced=tuple(one.token_ids)))
+                for i, one in enumerate(responses)
+            ]
+            return [answer for [answer] in await asyncio.gather(*answers)]
+
+        return asyncio.run(with_client(engine, work))
+
+    load(engine, published(engine, models["tied0"], 2), 2)
+    drawn = ask_all(engine, sampled, (3, 4))
+    again = forced(drawn)
+    assert [one.token_ids for one in again] == [one.token_ids for one in drawn]
+    pairs = list(zip(again, drawn, strict=True))
+    assert max(abs(a - b) for x, y in pairs for a, b in zip(x.logprobs, y.logprobs, strict=True)) < 1e-5
+    load(engine, published(engine, models["tied1"], 3), 3)
+    other = forced(drawn)
+    assert {one.weight_version for one in other} == {3}
+    assert sum(abs(a - b) for a, b in zip(other[0].logprobs, drawn[0].logprobs, strict=True)) / 70 > 0.01
+
+
 def test_a_response_does_not_depend_on_what_else_is_in_the_batch(engine: EngineProcess) -> None:
     sampling = SamplingParams(temperature=1.2, max_tokens=100, stop_token_ids=())
 

@@ -109,6 +109,8 @@ for Kind, base in ((AsyncWholeResponses, AsyncScheduler), (WholeResponses, Sched
     assert step(scheduler, sampled("e", 7, -3.5)) == []
     (rest,) = step(scheduler, sampled("e", 1, -0.5, FinishReason.STOP))
     assert (rest.new_token_ids, rest.new_logprobs.logprobs.tolist()) == ([7, 1], [[-3.5], [-0.5]])
+    (only,) = step(scheduler, sampled("h", 7, -2.5, FinishReason.LENGTH))
+    assert only.new_logprobs.logprobs.tolist() == [[-2.5, -0.5]]  # also those of tokens that were not sampled
     scheduler.finish_requests(None, None)
     assert scheduler._held == {}
 

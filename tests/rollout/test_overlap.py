@@ -219,7 +219,7 @@ def test_after_a_roll_back_nothing_of_the_bad_weights_is_left() -> None:
     trained = Trained(keep_rate=0.5)
     try:
         trained.step(1)
-        trained.collector.drop()
+        trained.collector.discard()
         state = trained.state()["collector"]
         assert (state["waiting"], state["surplus"]) == (None, [])
         assert {group.version for group in trained.step(2, last=True).groups} == {1}

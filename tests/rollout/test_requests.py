@@ -52,7 +52,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "seeds with a string": ({"seeds": [1, "2"]}, "seeds"),
     "version a string": ({"weight_version": "3"}, "weight_version"),
     "logprobs a number": ({"logprobs": 0}, "logprobs"),
-    "unknown field": ({"temprature": 1.0}, "unknown field 'temprature'; known: logprobs, max_tokens"),
+    "forced token outside": ({"forced": [5, 512]}, "512 is not a token id"),
+    "no room for the forced tokens": ({"prompt": [5] * 500, "forced": [5] * 13}, "at most 12"),
+    "forced tokens without log-probabilities": ({"forced": [5], "logprobs": False}, "forced: expected logprobs true"),
+    "forced tokens empty": ({"forced": []}, "forced"),
+    "unknown field": ({"temprature": 1.0}, "unknown field 'temprature'; known: forced, logprobs, max_tokens"),
 }
 
 

@@ -8,6 +8,7 @@ of constants, and a hash of each function's body, which says that the function m
 """
 
 import ast
+import functools
 import hashlib
 import json
 import re
@@ -109,16 +110,24 @@ def facts(read: Callable[[str], str]) -> Facts:
         read: returns the text of a file below vLLM's folder; raises OSError if there is no such file.
     """
     found: Facts = {}
-    for file, classes in WANTED.items():
+    for file in WANTED:
         try:
-            module: ast.AST | None = ast.parse(read(file))
+            text: str | None = read(file)
         except OSError:
-            module = None
-        for owner, names in classes.items():
-            scope = module if not owner or module is None else _class(module, owner)
-            known = {} if scope is None else dict(_known(scope))
-            for name in names.split():
-                found[f"{file} {owner}.{name}".replace(" .", " ")] = known.get(name, "gone")
+            text = None
+        found |= _facts_of(file, text)
+    return found
+
+
+@functools.cache
+def _facts_of(file: str, text: str | None) -> Facts:
+    found: Facts = {}
+    module = None if text is None else ast.parse(text)
+    for owner, names in WANTED[file].items():
+        scope = module if not owner or module is None else _class(module, owner)
+        known = {} if scope is None else dict(_known(scope))
+        for name in names.split():
+            found[f"{file} {owner}.{name}".replace(" .", " ")] = known.get(name, "gone")
     return found
 
 

@@ -37,6 +37,7 @@ class GenerateRequest(Body):
     stop_token_ids: list[int] | None = None  # default: stop tokens of the model's config.json
     weight_version: Annotated[int, Field(ge=-1)] | None = None
     logprobs: bool = True
+    forced: Annotated[list[int], Field(min_length=1)] | None = None  # tokens of the response, instead of sampled ones
 
 
 class WeightsRequest(Body):
@@ -92,13 +93,16 @@ class ModelLimits:
 
     def check(self, request: GenerateRequest) -> None:
         """Raise BadRequest for values that would crash vLLM, or that vLLM would replace without an error."""
-        for token in request.prompt + (request.stop_token_ids or []):
+        forced = request.forced or []
+        for token in request.prompt + (request.stop_token_ids or []) + forced:
             if not 0 <= token < self.vocab_size:
                 raise BadRequest(f"{token} is not a token id in 0..{self.vocab_size - 1}")
-        room = self.context_tokens - len(request.prompt)
-        if request.max_tokens > room:
+        if forced and not request.logprobs:
+            raise BadRequest("forced: expected logprobs true, because the tokens are given")
+        room, most = self.context_tokens - len(request.prompt), len(forced) or request.max_tokens
+        if most > room:
             raise BadRequest(
-                f"a prompt of {len(request.prompt)} tokens and max_tokens {request.max_tokens} do not fit the context "
+                f"a prompt of {len(request.prompt)} tokens and max_tokens {most} do not fit the context "
                 f"of {self.context_tokens} tokens; "
                 + (f"max_tokens may be at most {room}" if room > 0 else "the prompt leaves no room for a response")
             )

@@ -15,6 +15,7 @@ POST /generate {"prompt": [ids], "seeds": [7, 8], "temperature": 1.2, "top_p": 1
     After each 10 s in which no response ended, a line {"tokens": n} gives the number of tokens that the engine has
     generated since its start, for all requests.  A reply without {"done"} was cut off; a last line {"error"} gives the
     reason.  `logprobs` false omits log-probabilities.  `weight_version` is optional: 409 if the engine has others.
+    `forced`, a list of ids, is the response: the engine samples nothing and returns its log-probabilities.
 POST /weights {"path": FILE, "version": 3, "wait_s": 60}
     Waits until no response is in flight, loads safetensors with Hugging Face names, compares what the engine then holds
     with the checksums in the file, and empties the prefix cache.  If a tensor differs, the server ends with status 70.
@@ -76,6 +77,7 @@ _log = logging.getLogger("nemo_prorl.rollout.engine.server")
 ENGINE_LOST = 70  # exit status: the supervisor must start a new engine
 HEARTBEAT_S = 10.0  # seconds between lines with the number of tokens, in a stream without finished responses
 UPDATE_LIMIT_S = 300.0  # seconds; a longer update counts as a hung core
+PREFIXES = 64  # prefixes of one forced response that vLLM computes at once
 
 
 class EngineServer:
@@ -169,11 +171,42 @@ class EngineServer:
         for index, seed in enumerate(request.seeds):
             seeded = copy.copy(params)  # a copy, because the constructor checks all values again
             seeded.seed = seed
-            tasks.append(asyncio.ensure_future(self._line(index, prompt, seeded)))
+            work = self._line(index, prompt, seeded) if request.forced is None else self._forced(index, request, seeded)
+            tasks.append(asyncio.ensure_future(work))
         return tasks
 
     async def _line(self, index: int, prompt: Any, params: Any) -> str:
         """Generate response number `index` of a request; return its line of the reply."""
+        tokens, logprobs, output = await self._generated(prompt, params)
+        return _line_of(index, tokens, logprobs, output.finish_reason, output)
+
+    async def _forced(self, index: int, request: GenerateRequest, params: Any) -> str:
+        """Return the line of a response whose tokens are given, with the log-probability of each after those before it.
+
+        vLLM generates one token after each prefix of the response, and returns the given token's log-probability, too.
+        The longest prefix comes first, so that the cache has the others.
+        """
+        from vllm.inputs import tokens_input
+
+        forced, room = request.forced or [], asyncio.Semaphore(PREFIXES)
+
+        async def score(length: int) -> tuple[float, Any]:
+            one = copy.copy(params)
+            one.max_tokens, one.logprobs, one.logprob_token_ids = 1, 1, [forced[length]]
+            async with room:
+                prefix = tokens_input([*request.prompt, *forced[:length]])
+                _, [logprob], output = await self._generated(prefix, one, column=1)
+            return logprob, output
+
+        last = await score(len(forced) - 1)
+        scored = [*await asyncio.gather(*map(score, range(len(forced) - 1))), last]
+        return _line_of(index, forced, [logprob for logprob, _ in scored], "length", last[1])
+
+    async def _generated(self, prompt: Any, params: Any, column: int = 0) -> tuple[list[int], list[float], Any]:
+        """Generate a response; return its tokens, their log-probabilities, and vLLM's last output.
+
+        `column`: 0 for the log-probabilities of the sampled tokens, 1 for those of `params.logprob_token_ids`.
+        """
         self.requests += 1
         last, began = None, time.monotonic()
         tokens: list[int] = []
@@ -184,22 +217,15 @@ class EngineServer:
                 tokens += output.token_ids
                 self.tokens += len(output.token_ids)
                 if (flat := output.logprobs) is not None:  # at each position the sampled token is first
-                    logprobs += [flat.logprobs[start] for start in flat.start_indices]
+                    logprobs += [flat.logprobs[start + column] for start in flat.start_indices]
         finally:
             _record(last, len(tokens), began)
         if last is None or output.finish_reason not in ("stop", "length"):
-            raise RuntimeError(f"vLLM aborted response {index}")
+            raise RuntimeError("vLLM aborted a response")
         self._tell_served()
         if (use := kv_cache_use(last)) is not None:
             self.kv_peak, self.preemptions = max(use[0], self.kv_peak or 0.0), self.preemptions + use[1]
-        line = {
-            "index": index,
-            "token_ids": tokens,
-            "logprobs": logprobs,
-            "finish_reason": output.finish_reason,
-            "weight_version": int(output.weight_versions[-1].version),
-        }
-        return json.dumps(line) + "\n"
+        return tokens, logprobs, output
 
     def _tell_served(self) -> None:
         """Make the file for the first response.  Before it exists, a repeated exception of the engine ends the run."""
@@ -313,6 +339,18 @@ class EngineServer:
                 "pid": os.getpid(),
             }
         )
+
+
+def _line_of(index: int, tokens: list[int], logprobs: list[float], reason: str, output: Any) -> str:
+    """Return the line of a reply for a response; `output`: vLLM's last output for it."""
+    line = {
+        "index": index,
+        "token_ids": tokens,
+        "logprobs": logprobs,
+        "finish_reason": reason,
+        "weight_version": int(output.weight_versions[-1].version),
+    }
+    return json.dumps(line) + "\n"
 
 
 def _record(last: Any, tokens: int, began: float) -> None:

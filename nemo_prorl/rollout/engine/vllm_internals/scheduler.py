@@ -136,6 +136,8 @@ class WholeResponses(Scheduler):  # type: ignore[misc]
         If the response has ended, or if `release` is True, put all stored tokens into `output` and return True.
         """
         held = self._held.get(output.request_id)
+        if held is None and output.finish_reason is not None:
+            return True  # it ended with its first token; all log-probabilities of this token stay
         if held is None:
             held = self._held[output.request_id] = self._new(output.request_id)
         held.tokens += output.new_token_ids
@@ -159,7 +161,7 @@ class WholeResponses(Scheduler):  # type: ignore[misc]
 
     def _new(self, request_id: str) -> _Held:
         request = self.requests.get(request_id)
-        if request is None:  # it ended with its first token
+        if request is None:  # it has ended
             return _Held(frozenset(), 0)
         params = request.sampling_params
         stops = frozenset({params.eos_token_id, *(params.stop_token_ids or ())})

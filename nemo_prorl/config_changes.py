@@ -45,7 +45,7 @@ def check_same_run(old: DictConfig, new: DictConfig) -> None:
         saved = complete(Path(old.run_dir) / "checkpoints")
         fork = f", or fork it: run_dir=NEW chain.start_from={saved[-1]}" if saved else ""
         was, wanted = changed.get("pretrained_checkpoint.restore_from_path", (None, None))
-        moved = f"; if the folder was moved, a link: ln -s {wanted} {was}" if was and wanted else ""
+        moved = f"; if the folder was moved, a link: ln -s {Path(wanted).absolute()} {was}" if was and wanted else ""
         raise ConfigError(
             f"{old.run_dir} holds a run with another configuration: {differences}.\n"
             "Fix: keep the run's values of these keys to continue it, or start another run with run_dir=..."

@@ -483,6 +483,8 @@ class TestModelFolder:
             ({"rope_interleaved": True}, "rope_interleaved=True is not supported"),
             ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} is not supported"),
             ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has 'sliding_attention'"),
+            ({"rms_norm_eps": "1e-6"}, 'rms_norm_eps="1e-6": expected a number above 0. Fix: the model'),
+            ({"rope_theta": 0}, "rope_theta=0: expected a number above 0"),
             ({"num_hidden_layers": None}, "num_hidden_layers=null: expected a whole number"),
             ({"max_position_embeddings": "many"}, 'max_position_embeddings="many": expected a whole number'),
         ],

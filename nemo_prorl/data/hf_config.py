@@ -50,6 +50,9 @@ def model_keys(hf: dict[str, Any], whose: str) -> dict[str, Any]:
         ConfigError: a size is missing, or the actor cannot compute the model.
     """
     check_computed(hf, whose)
+    for key in ("rms_norm_eps", "rope_theta"):
+        if (value := hf.get(key)) is not None and (type(value) not in (int, float) or value <= 0):
+            raise ConfigError(f"{whose}: {key}={json.dumps(value)}: expected a number above 0. {_FIX_FILE}")
     keys = {nemo: size_of(hf, name, whose) for nemo, name in _SIZES.items()}
     size_of(hf, "vocab_size", whose)
     heads, hidden, kind = keys["num_attention_heads"], keys["hidden_size"], hf.get("model_type")

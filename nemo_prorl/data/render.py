@@ -10,6 +10,7 @@ from typing import Any
 from nemo_prorl.config import DataConfig
 from nemo_prorl.data.model_folder import no_eos, no_template, refused_messages, syntax_fault, tokenizer_fault
 from nemo_prorl.errors import ConfigError, DataError
+from nemo_prorl.files import first_line
 from nemo_prorl.rewards.interface import opened_thought
 
 _log = logging.getLogger(__name__)
@@ -63,7 +64,12 @@ class PromptRenderer:
         data = data or DataConfig()
         self.context_tokens, self._form, self._system = context_tokens, data.prompt, data.system
         self._folder = folder
-        self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except Exception as error:  # of any kind, such as a bare one for a form that is too new
+            cause = f"{type(error).__name__}: {first_line(error)}"
+            cure = "Fix: copy the model's tokenizer files again, in a form for transformers 4"
+            raise ConfigError(f"{folder}: transformers cannot load the tokenizer: {cause}. {cure}") from error
         if self._tokenizer.eos_token_id is None:
             raise ConfigError(no_eos(folder))
         special = {at for at, token in self._tokenizer.added_tokens_decoder.items() if token.special}

@@ -123,5 +123,5 @@ def find_checkpoint(path: Path, which: str) -> tuple[Path, Path]:
     raise ConfigError(
         f"{folder}: its config.json and tokenizer are those of {source.absolute()}, from which its run began, and which"
         f" is not a model folder any more. Fix: move the folder back, or a link: ln -s FOLDER {source.absolute()}"
-        + ("" if source.is_absolute() else f"; or, because the run names it {given}: the current folder of its start")
+        + ("" if source.is_absolute() else f"; or run the command where the run was started, which names it {given}")
     )

@@ -299,7 +299,7 @@ def test_a_tokenizer_that_does_not_load(tmp_path: Path, monkeypatch: pytest.Monk
     [_, check] = model.check_model(cfg)
     assert f"{check.text}. Fix: {check.cure}" == tokenizer_fault(tmp_path / "init")
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "init" / name).touch()
+        (tmp_path / "init" / name).write_text("{}")
     for answer in ({"error": "no such file"}, NoAnswer("no answer within 120 s")):
         monkeypatch.setattr(model, "ask", lambda *_, a=answer: a if isinstance(a, dict) else (_ for _ in ()).throw(a))
         [_, check] = model.check_model(cfg)

@@ -379,6 +379,18 @@ def test_a_chat_template_that_refuses_a_system_prompt_is_told_before_a_start(
         assert cli.main([*command.split(), *words]) == 0
 
 
+@pytest.mark.parametrize("command", ["plan", "train --dry-run", "train"])
+def test_a_tokenizer_that_transformers_cannot_load_is_told(
+    command: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = write_model(tmp_path / "model", QWEN2 | {"num_attention_heads": 2, "num_key_value_heads": 1})
+    (model / "tokenizer.json").write_text("{}")
+    words = [f"run_dir={tmp_path / 'run'}", f"pretrained_checkpoint.restore_from_path={model}"]
+    assert cli.main([*command.split(), *words, "trainer.warmup.steps=0", *SHORT]) == 2
+    assert f"{model}: transformers cannot load the tokenizer: Exception: " in caplog.text
+    assert "Fix: copy the model's tokenizer files again, in a form for transformers 4" in caplog.text
+
+
 @pytest.mark.parametrize("command", ["plan", "train --dry-run", "doctor"])
 def test_generated_prompts_that_fill_the_context_are_told_before_a_start(
     command: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]

@@ -5,16 +5,18 @@ import re
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.migration.converted import Converted
+from nemo_prorl.migration.defaults import NO_DEFAULT
 from nemo_prorl.migration.files import read
 from nemo_prorl.migration.names import TITLES, looks_like
 from nemo_prorl.migration.rules import convert
 
+_SEVERAL = 3  # settings without a default are one line if there are more
 _PLAIN = re.compile(r"[\w/\-+.%@?]+")  # what Hydra's overrides accept without quotation marks
 
 
@@ -53,7 +55,7 @@ def text(made: Converted, title: str) -> str:
     """
     words = [shlex.quote(f"{key}={_value(value)}") for key, value in sorted(made.overrides.items())]
     lines = [" \\\n    ".join(["prorl train cluster=h100_4x8", *words])]
-    lines += _section("set this yourself:", [f"{key}: {why}" for key, why in made.unknown.items()])
+    lines += _section("set this yourself:", _asked(made.unknown))
     lines += _section(f"unknown to {title}:", [f"{key}: {meant}" for key, meant in made.misspelt.items()])
     lines += _section(f"not the same as in {title}:", made.differs)
     lines += [f"# {note}" for note in made.notes]
@@ -64,6 +66,17 @@ def text(made: Converted, title: str) -> str:
         f"{title}'s settings without a counterpart here:", [f"{key}={made.left[key]}" for key in sorted(made.left)]
     )
     return "\n".join(lines) + "\n"
+
+
+def _asked(unknown: Mapping[str, str]) -> list[str]:
+    """Return what the user must set, in one line for all keys that a missing base may have."""
+    absent = {key: why.removesuffix(NO_DEFAULT) for key, why in unknown.items() if why.endswith(NO_DEFAULT)}
+    absent = absent if len(absent) > _SEVERAL else {}
+    asked = [f"{key}: {why}" for key, why in unknown.items() if key not in absent]
+    base = (
+        f"{', '.join(map(str.strip, absent.values()))}: no file has them; let this one name its base (defaults: FILE)"
+    )
+    return [*asked, f"{', '.join(absent)}: {base}"] if absent else asked
 
 
 def _section(title: str, items: Iterable[str]) -> list[str]:

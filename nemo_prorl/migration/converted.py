@@ -73,5 +73,5 @@ class Converted:
 
     def _is_idle(self, key: str, value: Any) -> bool:
         usual = self.usual.get(key)
-        is_zero = value in (None, 0, -1, "") and (value is not False or not usual)
+        is_zero = value in (None, 0, -1, "") and (value is not False or self.usual.get(key, False) is False)
         return is_zero or value == usual or str(value) == str(usual)

@@ -8,6 +8,7 @@ from nemo_prorl.migration.files import BASE, TABLE_BASE
 from nemo_prorl.migration.names import table
 from nemo_prorl.migration.shell import UNREAD, Absent
 
+NO_DEFAULT = "is in no file, and NeMo-RL has no default"
 _MEGATRON = "policy.megatron_cfg"
 _CODE = "grpo.", "loss_fn."  # sections for which NeMo-RL's code has the defaults of the table
 
@@ -36,9 +37,9 @@ def defaults(trainer: str, named: Mapping[str, Any]) -> dict[str, Any]:
     is_on = named.get(f"{_MEGATRON}.enabled", any(key.startswith(f"{_MEGATRON}.optimizer.") for key in named))
     off = ("policy.optimizer", "policy.scheduler") if is_on else (_MEGATRON,)  # keys of the other back end
     absent = {
-        key: Absent("is in no file, and NeMo-RL has no default")
+        key: Absent(NO_DEFAULT)
         for key, value in whole.items()
-        if key not in own and not key.startswith(off) and not any(one.startswith(f"{key}.") for one in named)
+        if key not in own and not key.startswith(off) and not any(f"{one}.".startswith(f"{key}.") for one in named)
         if value is not None and not key.startswith(_CODE)
     }
     return {**whole, **own, **absent, f"{_MEGATRON}.enabled": is_on}

@@ -2,23 +2,15 @@
 
 import ast
 import copy
-import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from operator import floordiv, mod, truediv
 from typing import Any
 
-from nemo_prorl.migration.shell import Expression
+from nemo_prorl.migration.shell import OF_WHOLE, Expression
 
-ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-}
+ARITHMETIC = OF_WHOLE | {ast.Div: truediv, ast.FloorDiv: floordiv, ast.Mod: mod, ast.Pow: pow}
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "int": int, "float": float, "str": str, "bool": bool, "min": min, "max": max, "dict": dict, "list": list,
 }  # fmt: skip
@@ -38,10 +30,12 @@ class Fold(ast.NodeTransformer):
         self.flags = flags
         nodes = list(in_order(tree))
         classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
-        fields = {id(one) for node in classes for one in node.body}
+        own = [one for node in classes for one in node.body]
+        fields = {id(one) for one in own}
+        own_names = {id(name) for one in own for name in (*getattr(one, "targets", ()), getattr(one, "target", None))}
         adapted = {id(node.targets[0]) for node in nodes if isinstance(node, ast.Assign) and _is_adapted(node)}
         places = [node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
-        stored = [node.id for node in places if id(node) not in adapted]
+        stored = [node.id for node in places if id(node) not in adapted | own_names]
         self._stored = Counter(stored)
         bound = Counter(stored)
         bound.update(node.arg for node in nodes if isinstance(node, ast.arg))
@@ -96,7 +90,9 @@ class Fold(ast.NodeTransformer):
     def _of_class(self, node: ast.ClassDef) -> Iterator[tuple[str, Any]]:
         for one in node.body:
             target = one.targets[0] if isinstance(one, ast.Assign) else getattr(one, "target", None)
-            if isinstance(one, ast.Assign | ast.AnnAssign) and isinstance(target, ast.Name) and one.value is not None:
+            if isinstance(one, ast.AnnAssign) and isinstance(target, ast.Name) and one.value is None:
+                yield target.id, Expression(f"the option --{target.id}")
+            elif isinstance(one, ast.Assign | ast.AnnAssign) and isinstance(target, ast.Name) and one.value is not None:
                 value: ast.expr = one.value
                 if isinstance(value, ast.Call) and last_name(value) == "field":
                     given = [keyword.value for keyword in value.keywords if keyword.arg == "default"]
@@ -215,6 +211,8 @@ class Fold(ast.NodeTransformer):
         match node:
             case ast.UnaryOp(ast.USub(), ast.Constant(int() | float() as number)):
                 return ast.Constant(-number)
+            case ast.UnaryOp(ast.Not(), ast.Constant(value)):
+                return ast.Constant(not value)
         return node
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
@@ -265,7 +263,11 @@ def bound_names(nodes: list[ast.AST]) -> Iterator[tuple[list[str], ast.expr]]:
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
             names = [ast.unparse(one) for one in getattr(target, "elts", [target])]
             assigned[names[0]] = node.value
-            yield names, node.value
+            match node.value:
+                case ast.Subscript(value, ast.Constant(int(place))) if is_parsing(value):  # one of what it returns
+                    yield [""] * place + names, value
+                case value:
+                    yield names, value
     for node in nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in functions and node.args:
             parameters = [one.arg for one in functions[node.func.id].args.args]

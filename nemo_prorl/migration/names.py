@@ -15,42 +15,38 @@ _ENTRIES = {  # programs that the tables and rules are of; the first has no rule
     + [r"\w+.fully_async_policy.fully_async_main"],
     "openrlhf": ["openrlhf.cli.train_ppo_ray"],
 }
-_MORE = {  # short and common forms
-    "lr": "model.optim.lr",
-    "batch_size": "trainer.grpo.prompts_per_step",
-    "train_batch_size": "trainer.grpo.prompts_per_step",
-    "per_device_train_batch_size": "trainer.grpo.prompts_per_step",
-    "gradient_accumulation_steps": "trainer.grpo.prompts_per_step",  # the product of both is the batch
+_MORE = {  # common forms that no table has
     "gradient_clip": "trainer.gradient_clip_val",
     "gradient_clipping": "trainer.gradient_clip_val",
-    "kl_coef": "trainer.grpo.kl_coef",
-    "clip_ratio": "trainer.grpo.clip_low",
-    "eps_clip": "trainer.grpo.clip_low",
-    "loss_type": "trainer.grpo.aggregation",
-    "loss_agg_mode": "trainer.grpo.aggregation",
-    "scale_rewards": "trainer.grpo.advantage",
     "num_iterations": "trainer.grpo.updates_per_step",
-    "ppo_mini_batch_size": "trainer.grpo.updates_per_step",
-    "adv_estimator": "trainer.grpo.advantage",
-    "advantage_estimator": "trainer.grpo.advantage",
-    "max_new_tokens": "trainer.grpo.max_response_tokens",
-    "max_tokens": "trainer.grpo.max_response_tokens",
     "num_train_epochs": "trainer.grpo.max_steps",
     "total_epochs": "trainer.grpo.max_steps",
     "gpu_memory_utilization": "rollout.kv_cache_mb",
     "vllm_gpu_memory_utilization": "rollout.kv_cache_mb",
-    "bf16": "trainer.precision",
-    "model_name": "pretrained_checkpoint.restore_from_path",
     "model_path": "pretrained_checkpoint.restore_from_path",
-    "model.path": "pretrained_checkpoint.restore_from_path",
 }
 
 
 @functools.cache
 def table(trainer: str) -> dict[str, Any]:
-    """Return the table of a trainer: its file, and `meanings`, which has both `differs` and `decides`."""
-    found: dict[str, Any] = yaml.safe_load((files(__package__) / f"{trainer}.yaml").read_text(encoding="utf-8"))
-    return {"aliases": {}, **found, "meanings": found["differs"] | found["decides"]}
+    """Return the table of a trainer: its file with every key on its own.
+
+    In the file a key of `keys` has its default beside it, `derived` names keys by what they become, and `aliases` may
+    be those of a whole section.  `meanings` has both `differs` and `decides`.
+    """
+    found = yaml.safe_load((files(__package__) / f"{trainer}.yaml").read_text(encoding="utf-8"))
+    given = {theirs: ours if isinstance(ours, list) else [ours] for theirs, ours in found["keys"].items()}
+    derived = {theirs: ours for ours, several in found["derived"].items() for theirs in several}
+    aliases = {key.rsplit(".", 1)[-1]: key for key in found.get("alone", ())}
+    aliases |= {key.replace(".", "_"): key for key in found.get("flat", ())} | found.get("aliases", {})
+    below = [(old, new, key) for old, new in aliases.items() for key in derived if key.startswith(f"{new}.")]
+    return found | {
+        "keys": {theirs: ours for theirs, (ours, *_) in given.items()},
+        "derived": derived,
+        "defaults": found["defaults"] | {theirs: default for theirs, (_, *some) in given.items() for default in some},
+        "aliases": aliases | {f"{old}{key.removeprefix(new)}": key for old, new, key in below},
+        "meanings": found["differs"] | found["decides"],
+    }
 
 
 def entry(trainer: str, started: Iterable[str]) -> tuple[str, str]:
@@ -101,12 +97,6 @@ def looks_like(trainer: str, given: Iterable[str]) -> tuple[str, list[str]] | No
 
 def meant(key: str) -> str | None:
     """Return this project's key for another trainer's key, such as `beta` or `trainer.lr`; None if there is none."""
-    last = key.rsplit(".", 1)[-1]
-    for name in (key, last):
-        if name in _MORE:
-            return _MORE[name]
-        for keys in names().values():
-            for theirs, ours in keys.items():
-                if name in (theirs, theirs.rsplit(".", 1)[-1]):
-                    return ours
-    return None
+    pairs = [pair for keys in (_MORE, *names().values()) for pair in keys.items()]
+    asked = key, key.rsplit(".", 1)[-1]
+    return next((ours for name in asked for theirs, ours in pairs if name in (theirs, theirs.rsplit(".", 1)[-1])), None)

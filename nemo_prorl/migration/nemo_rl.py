@@ -9,7 +9,6 @@ from nemo_prorl.migration.files import BASE
 from nemo_prorl.migration.names import table
 from nemo_prorl.migration.schedules import nemo_rl_schedule
 
-_DATA = ".dataset_name", ".data_path", ".prompt_file", ".system_prompt_file"
 _ON, _OFF = "policy.megatron_cfg", "policy.dtensor_cfg"  # the sections of the two back ends
 _ADAMW = "lr", "weight_decay", "betas", "eps", "foreach", "fused"  # arguments of the optimizer
 _OF_MEGATRON = "lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "min_lr", "clip_grad", "optimizer"
@@ -29,7 +28,6 @@ def nemo_rl(made: Converted) -> None:
     made.overrides[our.LOSS] = "gspo" if of_responses else "cispo" if is_cispo else "clip"
     if of_responses and is_cispo:
         made.unknown[our.LOSS] = "NeMo-RL refuses use_cispo with sequence_level_importance_ratios"
-    shared.tell_cispo(made, "loss_fn.use_cispo")
     _advantage(made)
     whole = take("policy.train_global_batch_size")
     if whole is not None:
@@ -54,7 +52,6 @@ def nemo_rl(made: Converted) -> None:
     _precision(made, take("policy.precision"))
     if made.rest.get("logger.wandb_enabled"):
         shared.set_wandb(made, take("logger.wandb.project"))
-    shared.tell_data(made, *[key for key in made.rest if key.endswith(_DATA)])
 
 
 def _sizes(made: Converted) -> None:
@@ -105,10 +102,6 @@ def _kl(made: Converted) -> None:
         bounds = {key: value for key, value in clamps.items() if value not in (None, same.get(key))}
         text = "a token beyond has no gradient of the KL there"
         made.differs += [f"{key}={value}: {text}" for key, value in bounds.items()]
-        made.differs.append(
-            "reference_policy_kl_penalty: the gradient of the KL term also weighs tokens by their probability there"
-            " (arXiv 2506.09477)"
-        )
 
 
 def _correction(made: Converted) -> None:
@@ -118,10 +111,6 @@ def _correction(made: Converted) -> None:
     cap, floor = take(ratio), take(f"{ratio}_min")
     corrects = take("loss_fn.use_importance_sampling_correction")
     shared.set_correction(made, f"{key}={method}", str(method or "tis") if corrects else "none", floor, cap)
-    if corrects and made.overrides[our.LOSS] == "gspo":
-        made.differs.append(
-            f"{key}={method}: with sequence_level_importance_ratios the ratio is the product over the response there"
-        )
 
 
 def _async(made: Converted) -> None:
@@ -221,18 +210,14 @@ def _optimizer(made: Converted) -> None:
     nemo_rl_schedule(made, has_megatron, found.get("min_lr"))
     _drop(made, has_megatron, found)
     shared.tell_layout(made, "" if has_megatron else "NeMo-RL's DTensor", tables["layout"])
-    if made.take(f"{_ON if has_megatron else _OFF}.activation_checkpointing"):
-        made.notes.append("activation_checkpointing: add +model.activations_checkpoint_granularity=full")
 
 
 def _drop(made: Converted, has_megatron: bool, used: dict[str, Any]) -> None:
     """Drop the settings of the back end that is off; tell where its optimizer has other numbers than the `used`."""
     for key in ("lr", "weight_decay"):
         other = f"policy.optimizer.kwargs.{key}" if has_megatron else f"{_ON}.optimizer.{key}"
-        if other in made.given and made.rest.get(other) not in (None, used.get(key)):
-            made.notes.append(
-                f"{other}={made.rest[other]} has no effect there, because {_ON}.enabled={str(has_megatron).lower()}"
-            )
+        if made.rest.get(other) != used.get(key):
+            made.tell_unused({other: made.take(other)}, f"with {_ON}.enabled={str(has_megatron).lower()}")
     starts = (_OFF, "policy.optimizer", "policy.scheduler") if has_megatron else (_ON,)
     found = {key for key in made.rest if key.startswith(starts)}
     made.unused |= dict.fromkeys(found & made.given, "of the back end that is off")
@@ -246,12 +231,8 @@ def _advantage(made: Converted) -> None:
     of_grpo, of_estimator = ({f"{one}.{key}": take(f"{one}.{key}") for key in keys} for one in ("grpo", own))
     pairs = zip(of_grpo.values(), of_estimator.values(), strict=True)
     normalizes, leaves_one_out = (general if special is None else special for general, special in pairs)
-    of_other = {f"{own}.minus_baseline": minus_baseline} if kind == "grpo" else of_grpo | of_estimator
-    if kind != "gdpo":
-        made.tell_unused({key: "False" for key, value in of_other.items() if value is False}, f"with {own}.name={kind}")
     if kind == "reinforce_plus_plus" and minus_baseline:
         made.overrides[our.ADVANTAGE] = "reinforce_pp_baseline"
-        shared.tell_token_weights(made, f"{own}.name={kind}")
     elif kind != "grpo":
         nearest = "group_norm" if kind == "gdpo" else "reinforce_pp_baseline"
         made.choose(our.ADVANTAGE, f"{own}.name", kind, {}, nearest)

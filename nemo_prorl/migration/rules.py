@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from nemo_prorl.errors import ConfigError
-from nemo_prorl.migration import our
+from nemo_prorl.migration import our, shared
 from nemo_prorl.migration.converted import SAME, Converted
 from nemo_prorl.migration.defaults import defaults, source
 from nemo_prorl.migration.files import SCRIPT
@@ -44,8 +44,9 @@ _OTHER_FAMILIES = re.compile(  # as ORG/NAME; a name with Qwen or Llama says wha
     r"(?i)([\w.-]+/)?((?!.*(qwen|llama))(glm|minimax|gemma|mistral|ministral|phi|nvidia-nemotron|nemotron-[h3])-"
     r"|qwen3\.5|qwen3-next|llama-?4)[^/]*"
 )
+_SETTING = re.compile(r"\{([\w.]+)\}")
 _ENTRIES = "scripts/grpo.py", "scripts/grpo_vlm.py"  # TRL's own: they set nothing
-_RECOMPUTE = "enable_gradient_checkpointing", "gradient_checkpointing", "gradient_checkpointing_enable"
+_RECOMPUTE = re.compile(r"(enable_gradient|\bgradient|policy\.\w+\.activation)_checkpointing(_enable)?$")
 
 
 def convert(trainer: str, given: Mapping[str, Any]) -> Converted:
@@ -63,7 +64,7 @@ def convert(trainer: str, given: Mapping[str, Any]) -> Converted:
     rest = {**defaults(trainer, named), **named}
     program, why = entry(trainer, given.get(ENTRY, []))
     unread = _unread(rest, trainer) | ({program: why} if why else {})
-    made = Converted(rest=rest, unknown=unread, given=frozenset(named), entry=program, usual=tables["defaults"])
+    made = Converted(rest=dict(rest), unknown=unread, given=frozenset(named), entry=program, usual=tables["defaults"])
     for theirs, ours in (tables["derived"] | tables["keys"]).items():
         if isinstance(made.rest.get(theirs), Expression):
             earlier = f"{made.unknown[ours]}; " if ours in made.unknown else ""
@@ -73,6 +74,8 @@ def convert(trainer: str, given: Mapping[str, Any]) -> Converted:
         if theirs in made.rest and _is_usable(theirs, ours, value := made.take(theirs), made):
             made.overrides.setdefault(ours, value)
     RULES[trainer](made)
+    _tell(made, rest, tables)
+    shared.tell_data(made, **tables["data"])
     _lengths(made)
     _devices(made)
     _refused(made)
@@ -89,6 +92,24 @@ def convert(trainer: str, given: Mapping[str, Any]) -> Converted:
     made.notes.append("cluster=h100_4x8 is for GPUs; without a GPU take cluster=laptop")
     _name_as_given(made, {tables["aliases"][key]: key for key in given if key in tables["aliases"]})
     return made
+
+
+def _tell(made: Converted, settings: Mapping[str, Any], tables: Mapping[str, Any]) -> None:
+    """Tell what the table has for the values of these settings, which are the other trainer's, and for those here."""
+    values = {**settings, **made.overrides, **made.unknown}
+    for part, told in (("told", made.differs), ("noted", made.notes)):
+        for conditions, text in tables.get(part, []):
+            if all(_holds(values.get(key), wanted) for key, wanted in conditions.items()):
+                told.append(_SETTING.sub(lambda found: str(values[found[1]]), text))
+                made.rest = {key: value for key, value in made.rest.items() if f"{{{key}}}" not in text}
+
+
+def _holds(value: Any, wanted: Any) -> bool:
+    if isinstance(wanted, bool):
+        return bool(value) == wanted
+    if isinstance(wanted, str) and wanted[0] == "<":
+        return isinstance(value, int | float) and value < float(wanted[1:])
+    return value in wanted if isinstance(wanted, list) else bool(value == wanted)
 
 
 def _unread(rest: dict[str, Any], trainer: str) -> dict[str, str]:
@@ -132,13 +153,16 @@ def _is_usable(theirs: str, ours: str, value: Any, made: Converted) -> bool:
 
 
 def _switch_off(made: Converted, named: Mapping[str, Any], tables: Mapping[str, Any]) -> None:
-    """Take the settings that have no effect because a switch of the other trainer is off, and tell which these are."""
-    for switch, patterns in tables["needs"].items():
+    """Take the settings that have no effect because of another one of the other trainer, and tell which these are."""
+    for need, patterns in tables["needs"].items():
+        switch, equals, values = need.partition("!=" if "!=" in need else "=")
         value = named.get(switch, made.rest.get(switch))
-        if value and str(value).lower() not in ("no", "none", "false"):
-            continue
-        found = {key: made.take(key) for key in list(made.rest) if _matches(key, patterns)}
-        made.tell_unused(found, f"without {switch}")
+        is_off = not value or str(value).lower() in ("no", "none", "false")
+        if values and not isinstance(value, Expression):
+            is_off = (str(value) in values.split("|")) == (equals == "!=")
+        if is_off:
+            found = {key: made.take(key) for key in list(made.rest) if _matches(key, patterns)}
+            made.tell_unused(found, f"with {switch}={value}" if values else f"without {switch}")
 
 
 def _matches(key: str, patterns: Iterable[str]) -> bool:
@@ -164,7 +188,7 @@ def _sort_rest(made: Converted, named: Mapping[str, Any], trainer: str) -> None:
             continue
         elif last in _EPOCHS and trainer != "trl":  # TRL's max_steps counts alone
             made.notes.append(f"{key}={value}: the run ends there if the data end before {our.STEPS}")
-        elif last in _RECOMPUTE:
+        elif _RECOMPUTE.search(key) and value:
             made.notes.append(f"{key}={value}: add +model.activations_checkpoint_granularity=full if memory is short")
         else:
             _sort_by_patterns(made, key, value, trainer)

@@ -54,14 +54,8 @@ def verl_schedule(made: Converted, is_megatron: bool) -> None:
 def openrlhf_schedule(made: Converted) -> None:
     keys = "actor.lr_scheduler", "actor.lr_warmup_ratio", "actor.min_lr_ratio"
     kind, share, of_rate = (made.take(key) for key in keys)
-    has_floor = "min_lr" in str(kind)
-    floor = _share_of_rate(made, of_rate, "actor.min_lr_ratio") if has_floor else 0.0
-    _set_course(made, "actor.lr_scheduler", kind, _TRANSFORMERS, floor)
-    unused = ({} if has_floor else {"actor.min_lr_ratio": of_rate}) | (
-        {"actor.lr_warmup_ratio": share} if kind == "constant" else {}
-    )
-    made.tell_unused(unused, f"with actor.lr_scheduler={kind}")
-    _set_warmup(made, "actor.lr_warmup_ratio", None, None if kind == "constant" else share)
+    _set_course(made, keys[0], kind, _TRANSFORMERS, _share_of_rate(made, of_rate, keys[2]))
+    _set_warmup(made, keys[1], None, share)
     tell_updates(made, "actor.lr_scheduler")
 
 

@@ -65,14 +65,6 @@ def set_kl_of_rewards(
     made.differs.append(text + ("; the std of the advantages divides it there, too" if is_scaled else ""))
 
 
-def tell_k1(made: Converted, key: str) -> None:
-    if made.overrides.get(our.KL) and made.overrides.get(our.ESTIMATOR) == "k1":
-        made.notes.append(
-            f"{key}: the expected gradient of k1 as a loss is 0, there as here: nothing holds the policy near the"
-            f" reference; {our.ESTIMATOR}=k2 does"
-        )
-
-
 def set_correction(made: Converted, key: str, method: str, floor: Any, cap: Any) -> None:
     """Set the correction of the gap between engine and trainer; `method` is the other trainer's value of `key`."""
     kinds = {
@@ -100,12 +92,6 @@ def set_correction(made: Converted, key: str, method: str, floor: Any, cap: Any)
         made.overrides |= {f"{our.CORRECTION}.floor": floor or 0}
     if difference:
         made.differs.append(f"{key}: {difference}")
-
-
-def tell_cispo(made: Converted, key: str) -> None:
-    """Tell that the other trainer's CISPO also has a lower bound, if a ratio can be below it."""
-    if made.overrides.get(our.LOSS) == "cispo" and (made.overrides.get(our.CLIP_LOW) or 0) < 1:
-        made.differs.append(f"{key}: ratios below 1 - clip_low are raised to it there; cispo has no lower bound here")
 
 
 def set_validation(made: Converted, samples: Any, temperature: Any, top_p: Any, most: Any = None) -> None:
@@ -142,30 +128,13 @@ def tell_layout(made: Converted, what: str, patterns: Iterable[str]) -> None:
         )
 
 
-def tell_constant(made: Converted, key: str, value: Any, length: str) -> None:
-    if made.overrides.get(our.AGGREGATION) == "constant":
-        made.differs.append(
-            f"{key}={value}: the loss is divided by {length} there, by {our.CONTEXT} here; without gradient clipping"
-            " Adam hides the factor, and the KL term has it too"
-        )
-
-
 def set_bf16(made: Converted, is_on: bool = True) -> None:
     made.overrides |= {"trainer.precision": "bf16" if is_on else 32, "model.megatron_amp_O2": is_on}
 
 
-def tell_token_weights(made: Converted, kind: Any) -> None:
-    if made.overrides.get(our.ADVANTAGE) == "reinforce_pp_baseline":
-        made.differs.append(f"{kind}: the std weighs a response by its tokens there, each response once here")
-
-
 def set_draws(made: Converted, factor: float) -> None:
     """Set how many prompts a step may draw, as a multiple of its prompts; 0: as many as it takes."""
-    if not made.overrides.get(f"{our.SAMPLING}.enabled") or f"{our.SAMPLING}.max_draw_factor" in made.unknown:
-        return
-    if factor < 1:
-        made.differs.append(f"dynamic sampling draws without a limit there, up to {our.SAMPLING}.max_draw_factor here")
-    else:
+    if made.overrides.get(f"{our.SAMPLING}.enabled") and factor >= 1:
         made.overrides[f"{our.SAMPLING}.max_draw_factor"] = float(factor)
 
 
@@ -193,13 +162,14 @@ def set_wandb(made: Converted, project: Any = None) -> None:
     made.notes.append("Weights & Biases: run `wandb login`, or set WANDB_API_KEY, before the start; else leave it out")
 
 
-def tell_data(made: Converted, *keys: str, most: str | None = None, option: str = "") -> None:
-    """Take these keys, and add a note on how to make prompt records from their data.
+def tell_data(made: Converted, patterns: Iterable[str], most: str | None = None, option: str = "") -> None:
+    """Take the keys of these patterns, and add a note on how to make prompt records from their data.
 
     Args:
         most: key of the largest number of prompts that the other trainer takes from the data.
         option: of `prorl data prepare`, which takes as many.
     """
+    keys = [key for pattern in patterns for key in list(made.rest) if fnmatchcase(key, pattern)]
     found = ", ".join(f"{key}={value}" for key in keys if (value := made.take(key)) is not None)
     limit = made.take(most) if most is not None else None
     if limit is not None and (isinstance(limit, str) or limit > 0):

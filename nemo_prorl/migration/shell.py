@@ -43,13 +43,9 @@ _BRACKETS = {"(": ")", "$(": ")", "${": "}", "[[": "]]"}
 _TOKEN = re.compile(r"'[^']*'|\"(?:[^\"\\]|\\.)*\"|\\.|\$\(|\$\{|\[\[|\]\]|;;|&&|\|\||\$#", re.S)
 _TEST = re.compile(r"\s*(!\s*)?(\[|test\b|\(\(|grep\b|command\b|which\b)")
 _CASE, _PATTERN = re.compile(r"\s*case\s(.*?)\sin\b", re.S), re.compile(r"\s*\(?([^()]*)\)")
-_ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: lambda a, b: int(a / b),  # bash divides whole numbers
-    ast.Mod: lambda a, b: a - b * int(a / b),
-}
+OF_WHOLE: dict[type[ast.operator], Callable[[Any, Any], Any]]
+OF_WHOLE = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
+OF_WHOLE |= {ast.Div: lambda a, b: int(a / b), ast.Mod: lambda a, b: a - b * int(a / b)}  # as bash divides
 
 
 class Expression(str):
@@ -499,8 +495,8 @@ def _sum(text: str, known: dict[str, str]) -> str | None:
                 return int(known[name])
             case ast.UnaryOp(ast.USub(), operand):
                 return -value(operand)
-            case ast.BinOp(left, operation, right) if type(operation) in _ARITHMETIC:
-                return _ARITHMETIC[type(operation)](value(left), value(right))
+            case ast.BinOp(left, operation, right) if type(operation) in OF_WHOLE:
+                return OF_WHOLE[type(operation)](value(left), value(right))
         raise ValueError
 
     try:

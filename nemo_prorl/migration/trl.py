@@ -33,12 +33,8 @@ def trl(made: Converted) -> None:
     scales = {"false": "mean_only", "none": "mean_only", "batch": "reinforce_pp_baseline"}
     scales |= {"true": "group_norm", "group": "group_norm"}
     made.choose(our.ADVANTAGE, "scale_rewards", scale, scales, "group_norm")
-    if scale == "batch":
-        made.differs.append("scale_rewards=batch: divided by the std of the rewards there, of the differences here")
     if (model := take("model")) is not None:
         made.overrides.setdefault(our.MODEL, model)
-    if (most := made.overrides.get(our.PROMPT)) is not None:
-        made.differs.append(f"max_prompt_length={most}: a longer prompt lost its beginning there, and is left out here")
     if (length := take("vllm_max_model_length")) is not None:
         made.overrides[our.CONTEXT] = length
     trl_schedule(made)  # in TRL's steps, of which `_trl_batch` makes steps of here
@@ -58,15 +54,6 @@ def trl(made: Converted) -> None:
         made.unknown[f"**{more}"] = "the settings of this mapping have no value here"
     _trl_optimizer(made)
     _trl_rewards(made)
-    data = [
-        "train_dataset",
-        "eval_dataset",
-        "dataset_name",
-        "dataset_config",
-        "dataset_train_split",
-        "dataset_test_split",
-    ]
-    shared.tell_data(made, *data)
 
 
 def _trl_optimizer(made: Converted) -> None:
@@ -90,9 +77,6 @@ def _trl_loss(made: Converted) -> None:
     shared.set_clip(made, low, high)
     known = {"grpo": "sequence", "bnpo": "token", "dapo": "token", "dr_grpo": "constant", "cispo": "token"}
     made.choose(our.AGGREGATION, "loss_type", kind, known, "sequence" if kind in ("sapo", "luspo") else "token")
-    shared.tell_constant(made, "loss_type", kind, "max_completion_length")
-    if kind == "bnpo":
-        made.differs.append("loss_type=bnpo: the mean over tokens is that of a micro-batch there, of the update here")
     if our.AGGREGATION in made.unknown:
         return
     made.choose(our.LOSS, "importance_sampling_level", level, {"token": "clip", "sequence": "gspo"}, "clip")
@@ -100,8 +84,6 @@ def _trl_loss(made: Converted) -> None:
         return
     made.tell_unused({"delta": made.overrides.get(our.DUAL_CLIP)}, "with loss_type=cispo")
     made.overrides |= {our.LOSS: "cispo", our.DUAL_CLIP: None}
-    if level == "sequence":
-        made.differs.append("importance_sampling_level=sequence: cispo has the ratio of each token here")
     if isinstance(high, int | float):
         bound = f"loss_type=cispo: ratios are capped at epsilon_high={high} there, at 1 + {our.CLIP_HIGH} here"
         if high > 1:
@@ -159,25 +141,15 @@ def _trl_engine(made: Converted) -> None:
     known = {"token_truncate": "tis", "token_mask": "icepop", "sequence_truncate": "sequence_tis"}
     if not has_engine:
         shared.set_correction(made, key, "tis", None, 2.0)
-        made.notes.append("use_vllm=false: the trainer itself samples there; here an engine does, with its correction")
     else:
         method = known.get(mode, mode) if corrects else "none"
         shared.set_correction(made, f"{key}={mode}", method, floor, cap)
 
 
 def _trl_reference(made: Converted) -> None:
-    sync, every, alpha = (made.take(key) for key in ("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha"))
-    if not sync:
-        return
-    if made.overrides.get(our.KL) == 0:
-        made.notes.append("sync_ref_model has no effect with beta=0, which needs no reference policy")
-        return
-    made.overrides |= {"trainer.resets.every": every, "trainer.resets.parts": "reference"}
-    if alpha != 1:
-        made.differs.append(
-            f"sync_ref_model: the reference becomes {alpha} (ref_model_mixup_alpha) of the policy and the rest of"
-            " itself there; here it becomes the policy"
-        )
+    every = made.take("ref_model_sync_steps")
+    if made.take("sync_ref_model") and made.overrides.get(our.KL) != 0:
+        made.overrides |= {"trainer.resets.every": every, "trainer.resets.parts": "reference"}
 
 
 def _trl_processes(made: Converted) -> int | None:

@@ -23,10 +23,8 @@ def verl(made: Converted) -> None:
     take = made.take
     both, low, high = (take(f"{_ACTOR}.clip_ratio{end}") for end in ("", "_low", "_high"))
     shared.set_clip(made, both if low is None else low, both if high is None else high)
-    if f"{_ACTOR}.clip_ratio" in made.given and both not in (None, low, high) and None not in (low, high):
-        made.notes.append(
-            f"clip_ratio={both} has no effect there, because clip_ratio_low and clip_ratio_high have values"
-        )
+    if both not in (low, high) and None not in (low, high):
+        made.tell_unused({f"{_ACTOR}.clip_ratio": both}, "where clip_ratio_low and clip_ratio_high have values")
     name = str(take("config_name", "ppo_trainer"))
     if not re.fullmatch(r"(one_step_off_|fully_async_)?(ppo|dapo)(_megatron)?_trainer(\.yaml)?", name):
         made.unknown[f"config_name={name}"] = "what only this file sets was not read; the defaults are ppo_trainer's"
@@ -65,7 +63,6 @@ def verl(made: Converted) -> None:
         shared.set_wandb(made, take("trainer.project_name"))
     if others := [one for one in loggers if one not in ("console", "tensorboard", "wandb")]:
         made.rest["trainer.logger"] = others
-    shared.tell_data(made, "data.train_files", "data.val_files", most="data.train_max_samples", option="--size")
 
 
 def _set_entry(made: Converted, config: str) -> None:
@@ -119,15 +116,8 @@ def _advantage(made: Converted) -> None:
     grpo = "mean_only" if by_std is False else "group_norm"
     known = {"grpo": grpo, "grpo_vectorized": grpo, "reinforce_plus_plus_baseline": "reinforce_pp_baseline"}
     known |= {"rloo": "leave_one_out", "rloo_vectorized": "leave_one_out"}
-    unused: dict[str, Any] = {}
-    if not str(kind).startswith("grpo"):
-        unused["algorithm.norm_adv_by_std_in_grpo"] = str(by_std)
-    if kind in known:  # others discount
-        unused["algorithm.gamma"] = take("algorithm.gamma")
-    made.tell_unused(unused, f"with adv_estimator={kind}")
     nearest = "reinforce_pp_baseline" if kind == "reinforce_plus_plus" else "group_norm"
     made.choose(our.ADVANTAGE, "algorithm.adv_estimator", kind, known, nearest)
-    shared.tell_token_weights(made, f"algorithm.adv_estimator={kind}")
     if made.overrides.get(our.ADVANTAGE) in ("mean_only", "leave_one_out") and (span := _span(made)) != 1:
         text = f"{'' if span else 'where '}rewards are 1 and -1 there, 1 and 0 here, advantages are twice those here:"
         text += f" divide {our.KL}, {our.ENTROPY} and trainer.gradient_clip_val by 2"
@@ -140,7 +130,6 @@ def _loss(made: Converted, terms: list[str]) -> None:
     kind, mode = made.take(f"{_ACTOR}.policy_loss.loss_mode"), made.take(f"{_ACTOR}.loss_agg_mode")
     losses = {"vanilla": "clip", "gspo": "gspo", "cispo": "cispo"}
     made.choose(our.LOSS, f"{_ACTOR}.policy_loss.loss_mode", kind, losses, "clip")
-    shared.tell_cispo(made, f"policy_loss.loss_mode={kind}")
     if kind in ("gspo", "cispo"):
         made.tell_unused({f"{_ACTOR}.clip_ratio_c": made.overrides.get(our.DUAL_CLIP)}, f"with loss_mode={kind}")
         made.overrides[our.DUAL_CLIP] = None
@@ -157,16 +146,13 @@ def _loss(made: Converted, terms: list[str]) -> None:
     factor = made.take(f"{_ACTOR}.loss_scale_factor")
     if factor is not None and not (is_global and mode == "seq-mean-token-sum-norm"):
         need = "loss_agg_mode=seq-mean-token-sum-norm and trainer.use_legacy_worker_impl=disable"
-        made.notes.append(f"loss_scale_factor={factor} has no effect there without {need}")
+        made.tell_unused({f"{_ACTOR}.loss_scale_factor": factor}, f"without {need}")
         factor = None
-    if mode == "seq-mean-token-sum":
-        made.differs.append(
-            f"loss_agg_mode={mode}: a response's sum is not divided there, by {our.CONTEXT} here, and so are its"
-            f" gradients: divide trainer.gradient_clip_val by {our.CONTEXT}, too"
-        )
-    else:
-        shared.tell_constant(made, "loss_agg_mode", mode, str(factor or "data.max_response_length"))
     if mode == "seq-mean-token-sum-norm":
+        made.differs.append(
+            f"loss_agg_mode={mode}: the loss is divided by {factor or 'data.max_response_length'} there, by"
+            f" {our.CONTEXT} here; without gradient clipping Adam hides the factor, and the KL term has it too"
+        )
         size = made.overrides.get("model.micro_batch_size", "ppo_micro_batch_size_per_gpu")
         varies = made.rest.get(f"{_ACTOR}.use_dynamic_bsz")
         number = "a response's is their number, which use_dynamic_bsz changes" if varies else f"their number, {size}"
@@ -198,9 +184,6 @@ def _overlong(made: Converted) -> None:
         made.take(f"overlong_buffer_cfg.{key}") for key in ("len", "penalty_factor", "max_resp_len")
     )
     if not made.take("overlong_buffer_cfg.enable"):
-        return
-    if (manager := made.rest.get("reward_manager.name")) in ("naive", "batch", "prime", "limited"):
-        made.tell_unused({"overlong_buffer_cfg.enable": True}, f"with reward_manager={manager}: only dapo has it")
         return
     span = _span(made)
     share = penalty if span in (0, 1) or penalty is None else penalty / 2
@@ -234,8 +217,6 @@ def _sampling(made: Converted, size: Any) -> None:
         shared.set_draws(made, (batches or 0) * (drawn or prompts) / prompts)
     if drawn and not batches:
         made.unused["data.gen_batch_size"] = "speed and memory"
-    if take(f"{_FILTERS}.metric", "acc") not in ("acc", "seq_reward"):
-        made.differs.append(f"{_FILTERS}.metric: a group is kept here if its rewards differ")
 
 
 def _kl(made: Converted) -> None:
@@ -256,7 +237,6 @@ def _kl(made: Converted) -> None:
     made.overrides[our.KL] = coefficient if in_loss else 0
     kind = kind if in_loss else "k3"
     made.choose(our.ESTIMATOR, "kl_loss_type", kind, _ESTIMATORS, "k2", is_near=not coefficient)
-    shared.tell_k1(made, f"kl_loss_type={kind}")
 
 
 def _bypass(made: Converted, is_fsdp: bool) -> None:

@@ -97,7 +97,7 @@ def test_the_numbers_of_the_back_end_that_is_on_count(
     wanted = {f"model.optim.lr={lr}", f"model.optim.weight_decay={decay}", f"trainer.gradient_clip_val={clip}"}
     assert wanted <= set(overrides)
     other = "policy.optimizer.kwargs.lr=3e-06" if enabled else "policy.megatron_cfg.optimizer.lr=1e-06"
-    told = f"{other} has no effect there, because policy.megatron_cfg.enabled={str(enabled).lower()}"
+    told = f"{other} has no effect there, with policy.megatron_cfg.enabled={str(enabled).lower()}"
     assert told in comments
     assert any("optimizer=sgd: the optimizer is AdamW here" in line for line in comments) == enabled
 

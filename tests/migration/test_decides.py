@@ -116,6 +116,20 @@ def test_another_mask_names_what_comes_nearest(
             f"{NEMO}async_rl: {{sampler: {{name: windowed, max_staleness_versions: 3}}}}",
             "rollout.own_devices: async_rl.sampler.name=windowed, async_rl.sampler.max_staleness_versions=3: ",
         ),
+        (
+            f"{NEMO}async_rl: {{sampler: {{max_staleness_versions: 3}}}}",
+            "rollout.own_devices: async_rl.sampler.name=in_order, async_rl.sampler.max_staleness_versions=3: ",
+        ),
+        (
+            f"{NEMO}policy: {{scheduler: {{name: torch.optim.lr_scheduler.OneCycleLR, kwargs: {{max_lr: 0.1}}}}}}",
+            "model.optim.sched.name: policy.scheduler=OneCycleLR(max_lr=0.1) has no counterpart here",
+        ),
+        (
+            f"{NEMO}policy: {{tokenizer: {{chat_template_kwargs: {{enable_thinking: false}}}}}}",
+            "enable_thinking=False: the chat template has its own default here",
+        ),
+        (f"{VERL}+data.apply_chat_template_kwargs.enable_thinking=False", "enable_thinking=False: the chat template"),
+        ("GRPOConfig(max_steps=9, chat_template_kwargs={'enable_thinking': False})", "enable_thinking=False: the chat"),
         ("grpo: {max_num_steps: 90, adv_estimator: {name: gdpo}}", "adv_estimator.name=gdpo has no counterpart here"),
         (
             "grpo: {max_num_steps: 90, normalize_rewards: false, reward_scaling: {enabled: true, target_max: 4.0}}",
@@ -259,7 +273,7 @@ GSM8K, DAPO = (
         (
             f"{ACTOR}.loss_scale_factor=4 {NORM}",
             [],
-            "loss_scale_factor=4 has no effect there without loss_agg_mode=",
+            "loss_scale_factor=4 has no effect there, without loss_agg_mode=",
             0,
         ),
         (f"{NORM} {GLOBAL}", [], "the responses of an update on a data-parallel rank are added there", 0),
@@ -278,6 +292,33 @@ def test_a_mean_over_the_update_is_that_of_here(tmp_path: Path, capsys: pytest.C
     overrides, comments = of(text, tmp_path, capsys)
     assert f"{GRPO}.aggregation=token" in overrides
     assert "token-mean" not in comments
+
+
+@pytest.mark.parametrize(("manager", "penalty"), [("naive", False), ("dapo", True), ("mine", True)])
+def test_the_reward_manager_decides_whether_there_is_a_penalty(
+    manager: str, penalty: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides, comments = of(f"{VERL}{OVERLONG} reward_model.reward_manager={manager}", tmp_path, capsys)
+    assert any("overlong_penalty" in one for one in overrides) == penalty
+    assert ("has no effect there, with reward_model.reward_manager=naive" in comments) == (not penalty)
+
+
+def test_gpus_that_only_generate_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = "enabled: false, resources: {num_nodes: 1, gpus_per_node: 4}"
+    comments = of(f"{NEMO}policy: {{generation: {{colocated: {{{sizes}}}}}}}", tmp_path, capsys)[1]
+    own = "policy.generation.colocated"
+    told = f"{own}.enabled=False, {own}.resources.gpus_per_node=4, {own}.resources.num_nodes=1: these GPUs"
+    assert [line[: len(told) + 2] for line in comments.splitlines() if own in line] == [f"  {told}"]
+
+
+def test_settings_of_a_missing_base_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "part.yaml").write_text("grpo: {max_num_steps: 90}\n")
+    assert cli.main(["convert", "nemo_rl", str(tmp_path / "part.yaml")]) == 2
+    lines = capsys.readouterr().out.split("not the same as in")[0].splitlines()
+    [line] = [one for one in lines[lines.index("# set this yourself:") + 1 :] if one.startswith("#  ")]
+    assert "model.optim.lr, " in line
+    assert "policy.optimizer.kwargs.lr, " in line
+    assert line.endswith(": no file has them; let this one name its base (defaults: FILE)")
 
 
 def test_what_is_as_here_is_not_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -388,6 +429,7 @@ OPENRLHF = (
 )
 OPENRLHF += " --rollout.n_samples_per_prompt 8"
 CUT_OFF = "--reward.stop_properly_penalty_coef"
+IS = "--algo.advantage.is_correction"
 BONUS = "--algo.kl.use_loss --algo.kl.estimator k2 --actor.policy_loss_type gspo"
 
 
@@ -400,8 +442,13 @@ BONUS = "--algo.kl.use_loss --algo.kl.estimator k2 --actor.policy_loss_type gspo
         ("--train.agent_func_path a.py", "  train.agent_func_path=a.py: its file makes the responses there", True),
         ("--ds.param_dtype fp16", "  trainer.precision: ds.param_dtype=fp16 has no counterpart here", True),
         ("--actor.optim muon --actor.muon.lr 0.02", "  actor.optim=muon: the optimizer is AdamW here", True),
-        (BONUS, f"actor.policy_loss_type=gspo: {GRPO}.kl_coef weigh means over tokens there", False),
-        (f"{BONUS} --actor.entropy_coef 0.1", f"gspo: {GRPO}.kl_coef and {GRPO}.entropy_coef weigh means over", False),
+        (BONUS, f"actor.policy_loss_type=gspo: {GRPO}.kl_coef weighs a mean over tokens there", False),
+        (f"{BONUS} --actor.entropy_coef 0.1", f"gspo: {GRPO}.entropy_coef weighs a mean over tokens there", False),
+        (
+            f"{IS}_enable {IS}_type reinforce_pro",
+            "is_correction_type=reinforce_pro: this method has no counterpart",
+            True,
+        ),
         (
             "--train.async_enable --train.async_queue_size 3",
             "  train.async_enable=True: a batch may be train.asy",

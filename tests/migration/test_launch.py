@@ -244,6 +244,16 @@ def test_a_step_off_can_be_planned(tmp_path: Path, capsys: pytest.CaptureFixture
     assert (cfg.rollout.own_devices, cfg.trainer.grpo.old_logp, cfg.rollout.engines) == (True, "engine", 1)
 
 
+@pytest.mark.parametrize("start", ["", "defaults: [ppo_trainer, _self_]\n"])
+def test_a_configuration_of_a_step_off_needs_no_script(
+    start: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = f"{start}trainer: {{n_gpus_per_node: 6, total_training_steps: 9}}\nalgorithm: {{adv_estimator: grpo}}\n"
+    text += "rollout: {nnodes: 1, n_gpus_per_node: 2}\nactor_rollout_ref: {model: {path: m}, rollout: {n: 8}}\n"
+    overrides, _ = converted("verl", text, tmp_path / "one_step_off_ppo_trainer.yaml", capsys)
+    assert {"rollout.own_devices=true", "rollout.sleep=null", f"{GRPO}.old_logp=engine"} <= set(overrides)
+
+
 @pytest.mark.parametrize(
     ("trainer", "text", "told"),
     [
@@ -257,6 +267,9 @@ def test_a_step_off_can_be_planned(tmp_path: Path, capsys: pytest.CaptureFixture
             "trl/scripts/dpo.py trains on preferences",
         ),
         ("trl", "trl sft --learning_rate 1e-6", "trl sft trains by supervised fine-tuning; expected the command of an"),
+        ("nemo_rl", "uv run examples/run_ppo.py policy.model_name=m", "examples/run_ppo.py trains a value model, too"),
+        ("trl", "accelerate launch examples/scripts/ppo/ppo.py --learning_rate 1e-6", "ppo.py trains a value model"),
+        ("trl", "python examples/scripts/rloo.py --learning_rate 1e-6", "by RLOO (set its numbers yourself"),
     ],
 )
 def test_another_training_is_refused(

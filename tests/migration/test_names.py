@@ -1,6 +1,7 @@
 """Names of other trainers' keys: what an unknown key suggests, and which files are refused."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,16 +10,24 @@ from nemo_prorl import cli, settings
 from nemo_prorl.config import all_keys
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.migration.files import read
-from nemo_prorl.migration.names import TITLES, meant, names, table
+from nemo_prorl.migration.names import TITLES, known, meant, names, table
 from nemo_prorl.migration.rules import convert
 from nemo_prorl.migration.shell import Expression
 
 
 def test_every_key_of_the_table_is_a_key_here() -> None:
-    known = {key.name for key in all_keys()}
+    own = {key.name for key in all_keys()}
     for keys in names().values():
         for ours in keys.values():
-            assert ours in known or ours.lstrip("+").startswith("model."), ours
+            assert ours in own or ours.lstrip("+").startswith("model."), ours
+
+
+@pytest.mark.parametrize("trainer", TITLES)
+def test_what_is_told_depends_on_keys_that_are_known(trainer: str) -> None:
+    ours, (theirs, _), tables = {key.name for key in all_keys()}, known(trainer), table(trainer)
+    for conditions, text in tables["told"] + tables.get("noted", []):
+        keys = conditions.keys() - ours | set(re.findall(r"\{(.*?)\}", text))
+        assert {part for key in keys for part in key.split(".")} <= theirs, text
 
 
 @pytest.mark.parametrize(

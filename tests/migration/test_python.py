@@ -7,6 +7,28 @@ import pytest
 from nemo_prorl import cli
 from tests.migration.test_convert import GRPO, converted
 
+ONE_CLASS = """
+from trl import GRPOConfig, GRPOTrainer, TrlParser
+@dataclass
+class Own:
+    model_name: str
+    beta: float
+    resume: bool = False
+own = TrlParser(dataclass_types=[Own]).parse_args_and_config()[0]
+model_path = own.model_name if not own.resume else "other"
+model_name = AutoModelForCausalLM.from_pretrained(model_path)
+trainer = GRPOTrainer(model_name, reward, GRPOConfig(beta=own.beta, max_steps=9))
+"""
+
+
+def test_a_class_of_the_script_has_the_values_of_its_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").write_text(ONE_CLASS)
+    (tmp_path / "own.yaml").write_text("model_name: org/own\nbeta: 0.125\n")
+    text = "accelerate launch --num_processes 8 train.py --config own.yaml"
+    overrides, _ = converted("trl", text, tmp_path / "run.sh", capsys)
+    assert {f"{GRPO}.kl_coef=0.125", "pretrained_checkpoint.restore_from_path=org/own"} <= set(overrides)
+
+
 AFTER = """
 import dataclasses
 from trl import GRPOConfig, GRPOTrainer

@@ -60,10 +60,10 @@ from nemo_prorl.service import read_token
 from nemo_prorl.sizing.devices import node_devices
 from nemo_prorl.sizing.flops import UpdateSpeed
 from nemo_prorl.sizing.memory import ModelShape
-from nemo_prorl.trainer import Trainer, TrainerState
+from nemo_prorl.trainer import RunProgress, Trainer
 
 if TYPE_CHECKING:
-    from nemo_prorl.policy.checkpoint_files import PolicyStore
+    from nemo_prorl.policy.checkpoint_files import CheckpointFiles
 
 _log = logging.getLogger("nemo_prorl.rank")  # __name__ is __main__ when this file is the program
 
@@ -90,11 +90,11 @@ class Policy:
         if not base.exists() and not retention.complete(run_dir / "checkpoints"):
             make_base(cfg, run_dir, self, base)
 
-    def store(self, cfg: Config) -> "PolicyStore":
+    def checkpoint_files(self, cfg: Config) -> "CheckpointFiles":
         """Return the writer and loader of the policy's checkpoints.  A collective."""
-        from nemo_prorl.policy.checkpoint_files import PolicyStore
+        from nemo_prorl.policy.checkpoint_files import CheckpointFiles
 
-        return PolicyStore(self.actor, cfg.trainer.grpo.async_checkpoints, cfg.trainer.deadlines.collective_s)
+        return CheckpointFiles(self.actor, cfg.trainer.grpo.async_checkpoints, cfg.trainer.deadlines.collective_s)
 
 
 def make_base(cfg: Config, run_dir: Path, policy: Policy, base: Path) -> None:
@@ -144,7 +144,7 @@ def build(cfg: Config, run_dir: Path, policy: Policy, stopping: Stopping) -> Tra
         cfg.trainer.resets, allowed, actor, rollouts=rollouts, validation=validation, records=records, leader=leader
     )
     speed = UpdateSpeed(ModelShape.of(OmegaConf.create(cfg.model), actor.shape.vocab), ranks, device.card())
-    progress, entropy = TrainerState(), AdaptiveEntropy(cfg.trainer.grpo.adaptive_entropy)
+    progress, entropy = RunProgress(), AdaptiveEntropy(cfg.trainer.grpo.adaptive_entropy)
     parts: dict[str, Stateful] = {  # named as in state.json, and loaded in this order
         "trainer": progress,
         "records": records,
@@ -157,7 +157,7 @@ def build(cfg: Config, run_dir: Path, policy: Policy, stopping: Stopping) -> Tra
     checkpoints = Checkpoints(
         cfg=cfg,
         folder=run_dir / "checkpoints",
-        policy=policy.store(cfg),
+        files=policy.checkpoint_files(cfg),
         parts=parts,
         validation=validation,
         resets=resets,
@@ -272,7 +272,7 @@ def begin(trainer: Trainer, run_dir: Path) -> None:
 def begin_stage(trainer: Trainer, start: stages.Origin) -> None:
     """Load policy, optimizer, reference and the position in the data from the previous stage."""
     cfg, records = trainer.cfg, trainer.records
-    sha256 = trainer.checkpoints.policy.load(start.checkpoint)["weights_sha256"]
+    sha256 = trainer.checkpoints.files.load(start.checkpoint)["weights_sha256"]
     source = {"start_from": str(start.checkpoint), "weights_sha256": sha256}
     records.event("start", 0, stage=cfg.stage, version=__version__, **source)
     state = retention.read_state(start.newest)  # prompts continue after the newest step even if the weights are older
@@ -341,7 +341,7 @@ def train(cfg: Config, run_dir: Path, only_warmup: bool) -> None:
         trainer.control.close(trainer.progress.step)
         raise
     except ProrlError:  # a checkpoint that is being written gets `stop_s` seconds to complete
-        trainer.checkpoints.policy.drain(cfg.trainer.deadlines.stop_s)
+        trainer.checkpoints.files.drain(cfg.trainer.deadlines.stop_s)
         raise
     finally:
         trainer.ledger.close()

@@ -221,7 +221,7 @@ class _Snapshot:
             _sync(file)
 
 
-class PolicyStore:
+class CheckpointFiles:
     """A writer and loader of an actor's checkpoints; it writes one checkpoint at a time.
 
     With `background`, `save` returns after copying the tensors, and a thread writes them.  The thread's collectives

@@ -40,7 +40,7 @@ from nemo_prorl.files import read_object, write_json
 from nemo_prorl.rewards.connections import MAX_BODY, allow_connections
 from nemo_prorl.rewards.discovery import discover
 from nemo_prorl.rewards.interface import RewardRequest, Verdict
-from nemo_prorl.rewards.judging import RewardService, plan_pools
+from nemo_prorl.rewards.judging import RewardService, pool_specs
 from nemo_prorl.rewards.options import add_server_arguments
 from nemo_prorl.rewards.pool import PluginPool
 from nemo_prorl.schema import Constraint, Number
@@ -264,7 +264,7 @@ async def serve(args: argparse.Namespace) -> int:
     wanted = [task.partition("=")[::2] for task in args.tasks.split(",") if task]
     registry, tasks = discover(functions={task: place for task, place in wanted if place}), [task for task, _ in wanted]
     limits = (args.max_queue, args.worker_memory_mb, args.unsafe_no_sandbox)
-    specs = plan_pools(registry, tasks, args.workers, args.settings, *limits)
+    specs = pool_specs(registry, tasks, args.workers, args.settings, *limits)
     service = RewardService(specs, registry)
     app = RewardApp(service, token, args.endpoint_file.stem if args.endpoint_file else "rewards")
     config = uvicorn.Config(

@@ -17,24 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
-from nemo_prorl import device, rank
-from nemo_prorl.algorithms.entropy import AdaptiveEntropy
+from nemo_prorl import rank
 from nemo_prorl.batch import JudgedGroups
-from nemo_prorl.config import Config, num_ranks
+from nemo_prorl.config import Config
 from nemo_prorl.leader import Leader
 from nemo_prorl.lifecycle import retention
 from nemo_prorl.lifecycle.batches import read_batch
 from nemo_prorl.lifecycle.journal_events import Reset
 from nemo_prorl.lifecycle.ledger import Ledger
-from nemo_prorl.lifecycle.resets import Resets
 from nemo_prorl.lifecycle.run_records import Records, write_rollouts
-from nemo_prorl.lifecycle.tolerances import kl_after_reset
 from nemo_prorl.metrics import Metrics
-from nemo_prorl.sizing.flops import UpdateSpeed
-from nemo_prorl.sizing.memory import ModelShape
 from nemo_prorl.trainer import RunProgress, Trainer, advantages
 
 SPEC_FILE = "replay.json"
@@ -102,30 +96,9 @@ def build(cfg: Config, folder: Path, policy: Any, spec: ReplaySpec) -> Trainer:
     ledger = Ledger(folder, leader.rank == 0, actor)
     ledger.chain = spec.chain
     rollouts: Any = StoredRollouts(cfg, Path(spec.run_dir), actor, ledger, leader)
-    allowed = kl_after_reset(cfg)  # type: ignore[arg-type]
-    resets = Resets(
-        cfg.trainer.resets, allowed, actor, rollouts=rollouts, validation=nothing, records=records, leader=leader
-    )
-    shape = ModelShape.of(OmegaConf.create(cfg.model), actor.shape.vocab)
-    return Trainer(
-        cfg=cfg,
-        policy=actor,
-        progress=RunProgress(step=spec.before),
-        rollouts=rollouts,
-        validation=nothing,
-        resets=resets,
-        trials=nothing,
-        checkpoints=nothing,
-        control=nothing,
-        records=records,
-        stopping=nothing,
-        entropy=AdaptiveEntropy(cfg.trainer.grpo.adaptive_entropy),
-        speed=UpdateSpeed(shape, num_ranks(cfg), device.card()),
-        traces=nothing,
-        watchdog=nothing,
-        leader=leader,
-        ledger=ledger,
-    )
+    given: dict[str, Any] = {"rollouts": rollouts, "validation": nothing, "records": records}
+    unused = dict.fromkeys(("trials", "checkpoints", "control", "stopping", "traces", "watchdog"), nothing)
+    return Trainer(**rank.step_parts(cfg, policy, RunProgress(step=spec.before), **given), **unused, ledger=ledger)
 
 
 def replay(cfg: Config, folder: Path) -> None:

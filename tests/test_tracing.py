@@ -135,7 +135,7 @@ def test_a_step_s_trace_has_the_spans_of_services_and_of_all_ranks(tmp_path: Pat
     assert not against("trace", told)
     assert told["otherData"]["processes"] == ["engine-0", "trainer-0", "trainer-1"]
     assert list(told["otherData"]["missing"]) == ["rewards-0"]
-    assert told["otherData"]["missing"]["rewards-0"].startswith("HTTP 403: ")
+    assert told["otherData"]["missing"]["rewards-0"].startswith("ConnectionError: HTTP 403: ")
     assert told["otherData"]["clock_offset_s"]["far"] == pytest.approx(100.0, abs=5.0)
     assert {"updates", "rollout", "generate"} < spans_of(told).keys()
     assert Service.asked == [True, True, False, False]

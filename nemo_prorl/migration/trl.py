@@ -248,7 +248,7 @@ def _trl_validation(made: Converted) -> None:
     if strategy in ("no", "false"):  # `no` of a YAML file is False
         every = made.overrides.pop(our.VALIDATE_EVERY, None)
         given = "eval_strategy=no" if every is None else f"eval_steps={every} without eval_strategy=steps"
-        made.notes.append(f"{given}: TRL never evaluates; here {our.VALIDATE_EVERY} keeps its own value")
+        made.notes.append(f"{given}: TRL never evaluates; here {our.keeps(our.VALIDATE_EVERY)}")
     else:
         top_p = made.rest.get("generation_kwargs.top_p", made.rest.get("top_p", 1))
         steps = made.rest.get("logging_steps", 10)  # of TRL, not of transformers

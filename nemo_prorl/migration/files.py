@@ -67,22 +67,25 @@ def _number(value: Any) -> Any:
     return float(value) if is_text and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", value) else value
 
 
-def _tree(path: Path) -> dict[str, Any]:
+def _tree(path: Path, *folders: Path) -> dict[str, Any]:
     """Return the mapping of a YAML file over those of the files that its key `defaults` names, if these exist."""
-    return _based(yaml.safe_load(path.read_text(encoding="utf-8")), path.parent)
+    return _based(yaml.safe_load(path.read_text(encoding="utf-8")), path, *folders)
 
 
-def _based(tree: Any, folder: Path) -> dict[str, Any]:
+def _based(tree: Any, path: Path, *folders: Path) -> dict[str, Any]:
     """Return a mapping over those of its bases, of which a later one counts more; `BASE` keeps those that are missing.
 
-    A base is a file beside the file that names it, as in NeMo-RL.
+    A base has its name relative to the file that names it, as in NeMo-RL, or lies beside that file or in `folders`.
     """
     if not isinstance(tree, dict):
         return {}
     bases, below, missing = tree.pop(BASE, []), dict[str, Any](), list[Any]()
     for base in [bases] if isinstance(bases, str) else bases if isinstance(bases, list) else []:
-        if isinstance(base, str) and (folder / base).is_file():
-            found = _tree(folder / base)
+        name = Path(str(base))
+        near = [path.parent / name, *(one / name.name for one in (path.parent, *folders))]
+        near = [one for one in near if one.is_file() and (one == near[0] or one.resolve() != path.resolve())]
+        if near:
+            found = _tree(near[0], *folders)
             missing += found.pop(BASE, [])
             below = _merged(below, found)
         else:
@@ -177,7 +180,7 @@ def _of_command(command: Command, written: Mapping[str, str], folder: Path) -> d
     if "config" in flags:
         own |= files.settings(flags.pop("config"), over=flags)
     elif (base := _OF_NEMO_RL.get(str(command.script).rsplit("/", 1)[-1])) is not None:
-        own[BASE] = [base]
+        own |= files.settings(str(Path(str(command.script)).parent / "configs" / base), over=flags)
     if "config_name" in flags and "config_path" in flags:
         own |= files.settings(f"{flags.pop('config_path')}/{flags.pop('config_name')}", ".yaml", over=flags)
     flags = {**own, **flags}
@@ -229,6 +232,6 @@ class _Files(NamedTuple):
             if match := _IN_VERL.fullmatch(name):
                 return {"config_name": match[2]}
             return {f"{UNREAD}{name}": "this file is missing: put it where the script names it, and convert again"}
-        folder = (self.path(name) or self.folder / name).parent
-        found = dict(_leaves(_based(yaml.safe_load(text), folder), over))
+        path = self.path(name) or self.folder / name
+        found = dict(_leaves(_based(yaml.safe_load(text), path, self.folder), over))
         return {key: without_marks(value) for key, value in found.items()}

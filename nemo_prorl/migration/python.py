@@ -124,6 +124,7 @@ class _Script:
 
     def _unread(self) -> Iterator[tuple[str, Any]]:
         yield from self._of_classes()
+        yield from self._peft()
         for node in self.nodes:
             if isinstance(node, ast.Assign | ast.Expr) and _FREEZES.search(text := ast.unparse(node)):
                 yield f"{UNREAD}{text}", "all weights are trained here; it may freeze some"
@@ -138,23 +139,23 @@ class _Script:
                     f"{UNREAD}class {name}",
                     f"its methods ({', '.join(methods)}) may change the algorithm: compare them",
                 )
-        if any(isinstance(node, ast.Call) and last_name(node).endswith("get_peft_model") for node in self.nodes):
-            yield "peft_config", Expression("get_peft_model(...)")
-        names = {id(value): name for name, value in self._bindings()}
         for node in self.nodes:
-            if isinstance(node, ast.Call) and last_name(node).endswith("LoraConfig"):
-                if id(node) not in names or names[id(node)] in self._passed_on():
-                    yield "peft_config", Expression(ast.unparse(node))
-            elif isinstance(node, ast.Call) and last_name(node) == "get_soft_overlong_punishment":
+            if isinstance(node, ast.Call) and last_name(node) == "get_soft_overlong_punishment":
                 given = zip(("max_completion_len", "soft_punish_cache"), node.args, strict=False)
                 named = dict(given) | {one.arg: one.value for one in node.keywords}
                 yield "get_soft_overlong_punishment", [self.fold.get(one) for _, one in sorted(named.items())]
 
-    def _passed_on(self) -> set[str]:
-        """Return the names that are used other than for an attribute of theirs, or to print them."""
+    def _peft(self) -> Iterator[tuple[str, Any]]:
+        """Yield what trains some weights only: a LoraConfig counts if it is used for more than its attributes."""
         uses = [node for node in self.nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
         parents = ((node.id, self.parents[id(node)]) for node in uses)
-        return {name for name, one in parents if not re.match(rf"{name}\.|print\(", ast.unparse(one))}
+        used = {name for name, one in parents if not re.match(rf"{name}\.|print\(", ast.unparse(one))}
+        idle = {id(value) for name, value in self._bindings() if name not in used}
+        for node in self.nodes:
+            if isinstance(node, ast.Call) and last_name(node).endswith("get_peft_model"):
+                yield "peft_config", Expression("get_peft_model(...)")
+            elif isinstance(node, ast.Call) and last_name(node).endswith("LoraConfig") and id(node) not in idle:
+                yield "peft_config", Expression(ast.unparse(node))
 
     def _kind_of_class(self, name: str) -> str | None:
         """Return whether a class is a configuration or a trainer, by its name or, if the file has it, by its base."""

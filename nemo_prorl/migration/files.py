@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_prorl.errors import ConfigError
+from nemo_prorl.migration.names import RLOO
 from nemo_prorl.migration.python import of_python
 from nemo_prorl.migration.shell import ENTRY, LAUNCH, UNREAD, Command, Expression, Script, without_marks
 
@@ -18,13 +19,12 @@ _OF_TRL = {"single_gpu": 1} | dict.fromkeys(("multi_gpu", "zero1", "zero2", "zer
 _VERL = "ppo_trainer", "_self_"  # the defaults of the table
 # These have the values of the table; `verl_program` sets what else those of a step off have.
 _IN_VERL = re.compile(r"(\./|verl/trainer/)?config/((one_step_off_)?ppo_(megatron_)?trainer)\.yaml")
-_IS_TRL = re.compile(r"(?s)GRPOConfig|\b(from|import) trl\b.*?\b(?!GRPOTrainer)[A-Z]\w*Trainer\b")
+_IS_TRL = re.compile(r"(?s)(GRPO|RLOO)Config|\b(from|import) trl\b.*?\b(?!GRPOTrainer)[A-Z]\w*Trainer\b")
 _TRAINS = {  # in the name of a program that trains otherwise
     "sft": "by supervised fine-tuning",
     "dpo|kto|orpo|cpo|bco|nash_md|xpo": "on preferences",
     "(train|run)_rm|reward_modeling|prm": "a reward model",
     "distillation|gkd|gold": "by distillation",
-    "^rloo": "by RLOO (set its numbers yourself, with trainer.grpo.advantage=leave_one_out)",
     "^ppo|run_ppo": "a value model, too",  # of TRL and NeMo-RL
 }
 _ALONE = "_override_"  # true in a section of NeMo-RL leaves out that of the base
@@ -159,7 +159,7 @@ def _of_script(text: str, path: Path) -> dict[str, Any]:
 def _other_training(command: Command, files: "_Files") -> str | None:
     """Return what a command trains otherwise, by the name of its program; None for the trainers of the tables."""
     name = re.sub(r"\.py$", "", str(command.entry)).replace("/", ".").rsplit(".", 1)[-1]
-    is_read = command.script is not None and "GRPOConfig" in (files.text(command.script) or "")
+    is_read = command.script is not None and re.search("(GRPO|RLOO)Config", files.text(command.script) or "")
     found = [what for part, what in _TRAINS.items() if re.search(rf"(?<![a-z])({part})(?![a-z])", name)]
     return found[0] if found and not is_read and not re.search("(main|train)_ppo|grpo", name) else None
 
@@ -190,6 +190,7 @@ def _of_command(command: Command, written: Mapping[str, str], folder: Path) -> d
     if text is not None and _IS_TRL.search(text):
         parsed = dict(of_python(text, flags))
         return {**found, **launcher, **{key: value for key, value in flags.items() if key in LAUNCH}, **parsed}
+    found |= {RLOO: True} if re.fullmatch(r"(trl |(.*/)?(.*\.)?)rloo(\.py)?", str(command.entry)) else {}
     return {**found, **launcher, **flags}
 
 

@@ -45,7 +45,7 @@ _OTHER_FAMILIES = re.compile(  # as ORG/NAME; a name with Qwen or Llama says wha
     r"|qwen3\.5|qwen3-next|llama-?4)[^/]*"
 )
 _SETTING = re.compile(r"\{([\w.]+)\}")
-_ENTRIES = "scripts/grpo.py", "scripts/grpo_vlm.py"  # TRL's own: they set nothing
+_ENTRIES = "scripts/grpo.py", "scripts/grpo_vlm.py", "trl/scripts/rloo.py"  # TRL's own: they set nothing
 _RECOMPUTE = re.compile(r"(enable_gradient|\bgradient|policy\.\w+\.activation)_checkpointing(_enable)?$")
 
 

@@ -67,8 +67,8 @@ class _Script:
             alias.asname: alias.name for node in self.nodes if isinstance(node, ast.ImportFrom) for alias in node.names
         }
         self.renamed = {new: old for new, old in names.items() if new is not None}
-        used = {found[1] for found in _READ.finditer(ast.unparse(tree))}
-        self.family = "RLOO" if used == {"RLOO"} else "GRPO"
+        used = [ast.unparse(node) for node in self.nodes if isinstance(node, ast.Name | ast.Attribute)]
+        self.family = "RLOO" if {found[1] for one in used if (found := _READ.search(one))} == {"RLOO"} else "GRPO"
         self.others = self._others()
         self.configs = self._configs()
         self.trainers = {name for name, value in self._bindings() if self._kind(value) == _TRAINER}

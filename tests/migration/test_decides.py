@@ -407,6 +407,7 @@ SPLIT = "per_device_train_batch_size=8, num_generations=8"
         ("eval_strategy='epoch'", f"eval_strategy=epoch: not after a number of steps there; set {GRPO}.validate_ev", 0),
         ("optim='adafactor'", "  optim=adafactor: the optimizer is AdamW here", 2),
         ("optim='adamw_8bit'", "  optim=adamw_8bit: AdamW's moments have fewer bits there", 0),
+        ("loss_type='dr_grpo', max_grad_norm=0.2", "gradient_clip_val=0.2 * 512 / trainer.grpo.context_tokens cl", 0),
         ("fp16=True", "  fp16=True: the numbers are bf16 or float32 here", 2),
         ("use_vllm=True", "bound b there is b^(1/tokens) here, so the same number, which is set, leaves out long", 0),
         ("neftune_noise_alpha=5", "  neftune_noise_alpha=5: no noise is added to the embeddings here", 2),

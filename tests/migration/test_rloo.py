@@ -6,7 +6,8 @@ import pytest
 
 from tests.migration.test_convert import GRPO, converted
 
-SCRIPT = "from trl import *\nRLOOTrainer(model='org/m', reward_funcs=f, args=RLOOConfig(max_steps=9{}))"
+SCRIPT = "from trl import GRPOConfig, RLOOConfig, RLOOTrainer\n"
+SCRIPT += "RLOOTrainer(model='org/m', reward_funcs=f, args=RLOOConfig(max_steps=9{}))"
 ALWAYS = {"samples_per_prompt=2", "clip_low=0.2", "aggregation=constant", "kl_estimator=k2", "correction.kind=none"}
 
 

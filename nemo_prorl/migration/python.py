@@ -149,9 +149,9 @@ class _Script:
                 yield "get_soft_overlong_punishment", [self.fold.get(one) for _, one in sorted(named.items())]
 
     def _peft(self) -> Iterator[tuple[str, Any]]:
-        """Yield what trains some weights only: a LoraConfig counts if it is used for more than its attributes."""
+        """Yield what trains some weights only: a LoraConfig counts if it is used, but not if it is only printed."""
         uses = [node for node in self.nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
-        parents = ((node.id, self.parents[id(node)]) for node in uses)
+        parents = [(node.id, one) for node in uses if not isinstance(one := self.parents[id(node)], ast.FormattedValue)]
         used = {name for name, one in parents if not re.match(rf"{name}\.|print\(", ast.unparse(one))}
         idle = {id(value) for name, value in self._bindings() if name not in used}
         for node in self.nodes:

@@ -49,9 +49,8 @@ def trl(made: Converted) -> None:
     _trl_entropy(made)
     if "trainer.precision" not in made.unknown:  # without bf16 and fp16 the numbers have 32 bits (base_config.py:128)
         shared.set_bf16(made, take("bf16") is not False or made.rest.get("fp16") is True)
-    for key in ("quantization_config", "peft_config"):  # keys of a ModelConfig decide: load_in_4bit, use_peft
-        if str(made.rest.get(key)).startswith(f"get_{key}("):
-            del made.rest[key]
+    if str(made.rest.get("quantization_config")).startswith("get_quantization_config("):
+        del made.rest["quantization_config"]  # load_in_4bit and load_in_8bit decide
     if (lora := take("peft_config")) is not None:
         made.unknown[f"peft_config={lora}"] = "all weights are trained here"
     if (more := take("**")) is not None:
@@ -95,14 +94,8 @@ def _trl_loss(made: Converted) -> None:
     kind, level, low, high = map(made.take, ("loss_type", "importance_sampling_level", "epsilon", "epsilon_high"))
     high = low if high is None else high
     shared.set_clip(made, low, high)
-    known = {
-        "grpo": "sequence",
-        "bnpo": "token",
-        "dapo": "token",
-        "dr_grpo": "constant",
-        "cispo": "token",
-        RLOO: "constant",
-    }
+    known = {"grpo": "sequence", "dr_grpo": "constant", RLOO: "constant"}
+    known |= dict.fromkeys(("bnpo", "dapo", "cispo"), "token")
     made.choose(our.AGGREGATION, "loss_type", kind, known, "sequence" if kind in ("sapo", "luspo") else "token")
     if our.AGGREGATION in made.unknown:
         return

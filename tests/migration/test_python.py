@@ -227,7 +227,7 @@ def test_a_model_has_the_name_that_from_pretrained_gets(
 @pytest.mark.parametrize(
     ("use", "counts"),
     [
-        ("print(lora)\nGRPOTrainer('m', f, args)", False),
+        ("print(lora, f'{lora}')\nGRPOTrainer('m', f, args)", False),
         ("print(lora.r)\nGRPOTrainer('m', f, args, peft_config=None)", False),
         ("GRPOTrainer('m', f, args, peft_config=lora)", True),
         ("model.add_adapter(lora)\nGRPOTrainer(model, f, args)", True),

@@ -52,7 +52,7 @@ def test_rewards_that_are_added_are_told(tmp_path: Path, capsys: pytest.CaptureF
 )
 def test_the_command_of_rloo_has_its_defaults(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = "from trl import *\nparser = TrlParser((RLOOConfig, ModelConfig))\na, m = parser.parse_args_and_config()\n"
-    (tmp_path / "a.py").write_text(f"{script}RLOOTrainer(m.model_name_or_path, f, a, peft_config=get_peft_config(m))")
+    (tmp_path / "a.py").write_text(f"{script}RLOOTrainer(m.model_name_or_path, f, a)")
     words = "--model_name_or_path org/m --max_steps 9 --max_grad_norm 0 --normalize_advantages true --use_vllm true"
     overrides, comments = converted("trl", f"{text} {words}", tmp_path / "run.sh", capsys)
     expected = {"advantage=reinforce_pp_baseline", "kl_coef=0.05", "max_steps=9"}

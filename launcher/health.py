@@ -49,7 +49,9 @@ class Health:
                 if _is_held(child):
                     since = now
                 elif now - since > startup_s:
-                    fault = f"was not ready within {startup_s:g} s (trainer.deadlines.startup_s)"
+                    fault = (
+                        f"was not ready within {startup_s:g} s (trainer.deadlines.startup_s; a busy machine needs more)"
+                    )
                     self._faults[child.name] = process.pid, fault
             elif self._answers(url):
                 since = time.monotonic()

@@ -237,17 +237,26 @@ def _read_by_nemo() -> frozenset[str]:
     return frozenset(found)
 
 
+def is_read(key: str) -> bool:
+    """Return whether NeMo or this project reads a key: true for other sections than `model`, or where it is unknown."""
+    section, *_, last = key.split(".")
+    return section != "model" or not (read := _read_by_nemo()) or last in read | _own_model_keys()
+
+
+def _own_model_keys() -> set[str]:
+    return {part for key in all_keys() if key.name.startswith("model.") for part in key.name.split(".")}
+
+
 def _model_keys(cfg: DictConfig) -> Iterator[Fault]:
     """Check that each key of `model` and `model.optim` is read by NeMo or by this project."""
-    own = {part for key in all_keys() if key.name.startswith("model.") for part in key.name.split(".")}
     for name in [*cfg.model, *(f"optim.{name}" for name in cfg.model.optim)]:
         key, last = f"model.{name}", name.rpartition(".")[2]
         if fault := adapter_fault(key):
             yield key, fault
         if name in _SET:
             yield key, f"the run sets it. Fix: {_SET[name]} instead"
-        if (read := _read_by_nemo()) and last not in read | own:
-            near = difflib.get_close_matches(last, read | own, n=1, cutoff=0.75)
+        if not is_read(key):
+            near = difflib.get_close_matches(last, _read_by_nemo() | _own_model_keys(), n=1, cutoff=0.75)
             cure = f"{key.removesuffix(last)}{near[0]} instead" if near else "leave it out"
             yield key, f"neither NeMo nor this project reads this key. Fix: {cure}"
 

@@ -172,7 +172,8 @@ WRONG: list[tuple[list[str], list[str]]] = [
     (["model.grpo.kl_coef=1"], ["model.grpo.kl_coef", "Did you mean trainer.grpo.kl_coef?"]),
     (["grpo.kl_coef=1"], ["Did you mean trainer.grpo.kl_coef?"]),
     (["trainr.devices=2"], ["trainr.devices", "Did you mean trainer.devices?"]),
-    (["model.hiden_size=64"], ["model.hiden_size", "Did you mean model.hidden_size?", "+model.hiden_size=64"]),
+    (["model.hiden_size=64"], ["model.hiden_size", "model.hidden_size? Known in model: activation"]),
+    (["model.seq_len_interpolation_factor=2"], ["write +model.seq_len_interpolation_factor=2."]),
     (
         ["+model.lora.rank=8"],
         ["model.lora={'rank': 8}: adapters such as LoRA are not supported; all weights are trained"],

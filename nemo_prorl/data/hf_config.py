@@ -53,6 +53,10 @@ def model_keys(hf: dict[str, Any], whose: str) -> dict[str, Any]:
     for key in ("rms_norm_eps", "rope_theta"):
         if (value := hf.get(key)) is not None and (type(value) not in (int, float) or value <= 0):
             raise ConfigError(f"{whose}: {key}={json.dumps(value)}: expected a number above 0. {_FIX_FILE}")
+    if (theta := rope_theta(hf)) is not None and theta % 1:
+        raise ConfigError(
+            f"{whose}: rope_theta={theta:g}: expected a whole number, the only kind that NeMo takes. {_FIX}"
+        )
     keys = {nemo: size_of(hf, name, whose) for nemo, name in _SIZES.items()}
     size_of(hf, "vocab_size", whose)
     heads, hidden, kind = keys["num_attention_heads"], keys["hidden_size"], hf.get("model_type")
@@ -78,6 +82,7 @@ def check_computed(hf: dict[str, Any], whose: str) -> None:
     if (kind := hf.get("model_type")) not in ARCHITECTURES:
         expected = f"expected one of {', '.join(ARCHITECTURES)}"
         raise ConfigError(f"{whose}: model_type={kind!r} is not supported; {expected}. {_FIX}")
+    _check_class(hf, whose)
     for key, values in COMPUTED.items():
         if (value := hf.get(key, values[0])) not in values:
             names = " or ".join(map(repr, values))
@@ -107,6 +112,13 @@ def check_computed(hf: dict[str, Any], whose: str) -> None:
                 " to null if no context is longer than the model's context before rope scaling"
             )
     _check_rope_once(hf, whose)
+
+
+def _check_class(hf: dict[str, Any], whose: str) -> None:
+    expected = [f"{hf['model_type'].capitalize()}ForCausalLM"]
+    if (named := hf.get("architectures") or expected) != expected:
+        why = f"model_type={hf['model_type']} has {json.dumps(expected)}; engines load what this key names. {_FIX_FILE}"
+        raise ConfigError(f"{whose}: architectures={json.dumps(named)}: {why}")
 
 
 def _check_rope_once(hf: dict[str, Any], whose: str) -> None:

@@ -33,6 +33,8 @@ def no_config(folder: Path) -> str:
     """Return that a folder has no config.json, what it is instead, and the cure."""
     if (folder / "adapter_config.json").is_file():
         found, cure = "an adapter", "merge it into its model (peft: merge_and_unload), and save_pretrained the result"
+    elif folder.suffix == ".gguf" or any(folder.glob("*.gguf")):
+        found, cure = "GGUF, which is not for training", "the same model's folder with config.json and *.safetensors"
     elif (folder / "checkpoints").is_dir() or (folder / "state.json").is_file():
         found, cure = "a run or checkpoint of this project", f"prorl export-hf {folder} NEW, then NEW"
     elif inner := sorted(path.parent for path in folder.glob("*/config.json")):

@@ -94,7 +94,8 @@ class Services:
         """
         seconds = self._cfg.trainer.deadlines.startup_s
         for kind, count in self._expected:
-            what = f"{count} x {self.endpoints}/{kind}-*.json (trainer.deadlines.startup_s); see {self._out / 'logs'}"
+            what = f"{count} x {self.endpoints}/{kind}-*.json (trainer.deadlines.startup_s; a busy machine needs more)"
+            what += f"; see {self._out / 'logs'}"
             deadline = Deadline(seconds, what)
             while len(list(self.endpoints.glob(f"{kind}-*.json"))) < count:
                 deadline.check()

@@ -5,7 +5,7 @@ from typing import Any
 
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.migration.files import BASE, TABLE_BASE
-from nemo_prorl.migration.names import table
+from nemo_prorl.migration.names import RLOO, table
 from nemo_prorl.migration.shell import UNREAD, Absent
 
 NO_DEFAULT = "is in no file, and NeMo-RL has no default"
@@ -21,7 +21,7 @@ def defaults(trainer: str, named: Mapping[str, Any]) -> dict[str, Any]:
     """
     whole: dict[str, Any] = table(trainer)["defaults"]
     if trainer != "nemo_rl":
-        return whole
+        return {**whole, **(table(trainer)["rloo"] if _is_rloo(named) else {})}
     bases = [str(one) for one in named.get(BASE, [])]
     missing = [one for one in bases if not one.endswith(TABLE_BASE)]
     unread = {key.removeprefix(UNREAD): str(why) for key, why in named.items() if key.startswith(UNREAD)}
@@ -47,5 +47,9 @@ def defaults(trainer: str, named: Mapping[str, Any]) -> dict[str, Any]:
 
 def source(trainer: str, named: Mapping[str, Any]) -> str:
     """Return where the defaults are from."""
-    whole = str(table(trainer)["source"])
+    whole = str(table(trainer)["source"]).replace("grpo_config", "rloo_config" if _is_rloo(named) else "grpo_config")
     return whole if trainer != "nemo_rl" or BASE in named else f"{whole.partition(', ')[0]}, its code"
+
+
+def _is_rloo(named: Mapping[str, Any]) -> bool:
+    return not named.keys().isdisjoint({RLOO, "normalize_advantages", "reward_clip_range"})

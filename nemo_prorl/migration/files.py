@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_prorl.errors import ConfigError
+from nemo_prorl.migration.names import RLOO
 from nemo_prorl.migration.python import of_python
 from nemo_prorl.migration.shell import ENTRY, LAUNCH, UNREAD, Command, Expression, Script, without_marks
 
@@ -18,13 +19,12 @@ _OF_TRL = {"single_gpu": 1} | dict.fromkeys(("multi_gpu", "zero1", "zero2", "zer
 _VERL = "ppo_trainer", "_self_"  # the defaults of the table
 # These have the values of the table; `verl_program` sets what else those of a step off have.
 _IN_VERL = re.compile(r"(\./|verl/trainer/)?config/((one_step_off_)?ppo_(megatron_)?trainer)\.yaml")
-_IS_TRL = re.compile(r"(?s)GRPOConfig|\b(from|import) trl\b.*?\b(?!GRPOTrainer)[A-Z]\w*Trainer\b")
+_IS_TRL = re.compile(r"(?s)(GRPO|RLOO)Config|\b(from|import) trl\b.*?\b(?!GRPOTrainer)[A-Z]\w*Trainer\b")
 _TRAINS = {  # in the name of a program that trains otherwise
     "sft": "by supervised fine-tuning",
     "dpo|kto|orpo|cpo|bco|nash_md|xpo": "on preferences",
     "(train|run)_rm|reward_modeling|prm": "a reward model",
     "distillation|gkd|gold": "by distillation",
-    "^rloo": "by RLOO (set its numbers yourself, with trainer.grpo.advantage=leave_one_out)",
     "^ppo|run_ppo": "a value model, too",  # of TRL and NeMo-RL
 }
 _ALONE = "_override_"  # true in a section of NeMo-RL leaves out that of the base
@@ -67,22 +67,25 @@ def _number(value: Any) -> Any:
     return float(value) if is_text and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", value) else value
 
 
-def _tree(path: Path) -> dict[str, Any]:
+def _tree(path: Path, *folders: Path) -> dict[str, Any]:
     """Return the mapping of a YAML file over those of the files that its key `defaults` names, if these exist."""
-    return _based(yaml.safe_load(path.read_text(encoding="utf-8")), path.parent)
+    return _based(yaml.safe_load(path.read_text(encoding="utf-8")), path, *folders)
 
 
-def _based(tree: Any, folder: Path) -> dict[str, Any]:
+def _based(tree: Any, path: Path, *folders: Path) -> dict[str, Any]:
     """Return a mapping over those of its bases, of which a later one counts more; `BASE` keeps those that are missing.
 
-    A base is a file beside the file that names it, as in NeMo-RL.
+    A base has its name relative to the file that names it, as in NeMo-RL, or lies beside that file or in `folders`.
     """
     if not isinstance(tree, dict):
         return {}
     bases, below, missing = tree.pop(BASE, []), dict[str, Any](), list[Any]()
     for base in [bases] if isinstance(bases, str) else bases if isinstance(bases, list) else []:
-        if isinstance(base, str) and (folder / base).is_file():
-            found = _tree(folder / base)
+        name = Path(str(base))
+        near = [path.parent / name, *(one / name.name for one in (path.parent, *folders))]
+        near = [one for one in near if one.is_file() and (one == near[0] or one.resolve() != path.resolve())]
+        if near:
+            found = _tree(near[0], *folders)
             missing += found.pop(BASE, [])
             below = _merged(below, found)
         else:
@@ -156,7 +159,7 @@ def _of_script(text: str, path: Path) -> dict[str, Any]:
 def _other_training(command: Command, files: "_Files") -> str | None:
     """Return what a command trains otherwise, by the name of its program; None for the trainers of the tables."""
     name = re.sub(r"\.py$", "", str(command.entry)).replace("/", ".").rsplit(".", 1)[-1]
-    is_read = command.script is not None and "GRPOConfig" in (files.text(command.script) or "")
+    is_read = command.script is not None and re.search("(GRPO|RLOO)Config", files.text(command.script) or "")
     found = [what for part, what in _TRAINS.items() if re.search(rf"(?<![a-z])({part})(?![a-z])", name)]
     return found[0] if found and not is_read and not re.search("(main|train)_ppo|grpo", name) else None
 
@@ -177,7 +180,7 @@ def _of_command(command: Command, written: Mapping[str, str], folder: Path) -> d
     if "config" in flags:
         own |= files.settings(flags.pop("config"), over=flags)
     elif (base := _OF_NEMO_RL.get(str(command.script).rsplit("/", 1)[-1])) is not None:
-        own[BASE] = [base]
+        own |= files.settings(str(Path(str(command.script)).parent / "configs" / base), over=flags)
     if "config_name" in flags and "config_path" in flags:
         own |= files.settings(f"{flags.pop('config_path')}/{flags.pop('config_name')}", ".yaml", over=flags)
     flags = {**own, **flags}
@@ -187,6 +190,7 @@ def _of_command(command: Command, written: Mapping[str, str], folder: Path) -> d
     if text is not None and _IS_TRL.search(text):
         parsed = dict(of_python(text, flags))
         return {**found, **launcher, **{key: value for key, value in flags.items() if key in LAUNCH}, **parsed}
+    found |= {RLOO: True} if re.fullmatch(r"(trl |(.*/)?(.*\.)?)rloo(\.py)?", str(command.entry)) else {}
     return {**found, **launcher, **flags}
 
 
@@ -229,6 +233,6 @@ class _Files(NamedTuple):
             if match := _IN_VERL.fullmatch(name):
                 return {"config_name": match[2]}
             return {f"{UNREAD}{name}": "this file is missing: put it where the script names it, and convert again"}
-        folder = (self.path(name) or self.folder / name).parent
-        found = dict(_leaves(_based(yaml.safe_load(text), folder), over))
+        path = self.path(name) or self.folder / name
+        found = dict(_leaves(_based(yaml.safe_load(text), path, self.folder), over))
         return {key: without_marks(value) for key, value in found.items()}

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 TITLES = {"trl": "TRL", "verl": "verl", "nemo_rl": "NeMo-RL", "openrlhf": "OpenRLHF"}
+RLOO = "rloo"  # key that says that a script of TRL has an RLOOConfig
 _ENTRIES = {  # programs that the tables and rules are of; the first has no rule of its own
     "verl": ["verl.trainer.main_ppo", "recipe.dapo.main_dapo", r"\w+.one_step_off_policy.(async_)?main_ppo"]
     + [r"\w+.fully_async_policy.fully_async_main"],

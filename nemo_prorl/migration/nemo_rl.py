@@ -43,7 +43,7 @@ def nemo_rl(made: Converted) -> None:
     if take("checkpointing.enabled") is False:
         every = f"{our.GRPO}.checkpoint_every"
         made.overrides.pop(every, None)
-        made.notes.append(f"checkpointing.enabled=false means never; here {every} keeps its own value")
+        made.notes.append(f"checkpointing.enabled=false means never; here {our.keeps(every)}")
     if our.VALIDATE_EVERY in made.overrides:
         samples = (take("data.validation.repeat") or 1) * made.overrides.pop(f"{our.GRPO}.validation_samples", 1)
         temperature, top_p = made.overrides.get(f"{our.GRPO}.temperature"), made.rest.get("policy.generation.top_p", 1)

@@ -91,6 +91,9 @@ def _correction(made: Converted) -> None:
     corrects, kind = made.take(f"{key}_enable"), made.take(f"{key}_type")
     if made.take("use_icepop"):
         kind = "icepop"
-    floor, cap = made.take(f"{key}_threshold") or (None, None)
-    method = str(kind) if corrects and made.overrides.get(our.LOSS) != "gspo" else "none"
-    shared.set_correction(made, f"{key}_type={kind}", method, floor, cap)
+    floor, cap = bounds = made.take(f"{key}_threshold") or (None, None)
+    of_gspo = corrects and made.overrides.get(our.LOSS) == "gspo"
+    if of_gspo:  # its ratios are to the engine's probabilities
+        made.overrides[f"{our.GRPO}.old_logp"] = "engine"
+        made.tell_unused({f"{key}_type": kind, f"{key}_threshold": bounds}, "with actor.policy_loss_type=gspo")
+    shared.set_correction(made, f"{key}_type={kind}", str(kind) if corrects and not of_gspo else "none", floor, cap)

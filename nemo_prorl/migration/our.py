@@ -10,3 +10,8 @@ CORRECTION, SAMPLING = f"{GRPO}.correction", f"{GRPO}.dynamic_sampling"
 VALIDATE_EVERY = f"{GRPO}.validate_every"
 STEPS, LR, SCHED = f"{GRPO}.max_steps", "model.optim.lr", "model.optim.sched"
 MODEL = "pretrained_checkpoint.restore_from_path"
+
+
+def keeps(ours: str) -> str:
+    """Return what becomes of a number of steps that is `never` there."""
+    return f"{ours} keeps its own value{', and data.validation=[] switches validations off' * (ours == VALIDATE_EVERY)}"

@@ -20,7 +20,7 @@ from nemo_prorl.migration.literals import (
     parsed_classes,
     pretrained,
 )
-from nemo_prorl.migration.names import table
+from nemo_prorl.migration.names import RLOO, table
 from nemo_prorl.migration.shell import UNREAD, Expression
 
 _CONFIG, _TRAINER = "GRPOConfig", "GRPOTrainer"
@@ -28,6 +28,7 @@ _POSITIONS = {
     _CONFIG: ["output_dir"],
     _TRAINER: ["model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class"],
 }
+_READ = re.compile("(GRPO|RLOO)(Config|Trainer)")
 _OTHER = re.compile(r"(?!(GRPO|Model|Dataset|DatasetMixture|Merge)(Config|Trainer))\w+(Config|Trainer)")  # of TRL
 _FREEZES = re.compile(r"\.requires_grad( = (?!True)|_\((?!True|\)))")
 _WEIGHTS = {key: key for key in ("load_in_4bit", "load_in_8bit", "quantization_config")}
@@ -66,6 +67,8 @@ class _Script:
             alias.asname: alias.name for node in self.nodes if isinstance(node, ast.ImportFrom) for alias in node.names
         }
         self.renamed = {new: old for new, old in names.items() if new is not None}
+        used = [ast.unparse(node) for node in self.nodes if isinstance(node, ast.Name | ast.Attribute)]
+        self.family = "RLOO" if {found[1] for one in used if (found := _READ.search(one))} == {"RLOO"} else "GRPO"
         self.others = self._others()
         self.configs = self._configs()
         self.trainers = {name for name, value in self._bindings() if self._kind(value) == _TRAINER}
@@ -81,6 +84,8 @@ class _Script:
     def settings(self) -> Iterator[tuple[str, Any]]:
         found: dict[str, Any] = {}
         yield from self._unread()
+        if self.family == "RLOO":
+            yield RLOO, True
         if parsed := self._parsed_classes():
             options = {name for one in parsed if one in self.classes for name in self.fold.fields(one)}
             own = {name for one in parsed if self._kind_of_class(one) == _CONFIG for name in self.fold.fields(one)}
@@ -105,25 +110,24 @@ class _Script:
         used += [ast.unparse(base) for one in self.classes.values() for base in one.bases]
         used += [name for some in parsed_classes(self.nodes) for name in some]
         found = [self.renamed.get(one, one).rsplit(".", 1)[-1] for one in used if one.partition(".")[0] in names]
-        return [name for name in dict.fromkeys(found) if _OTHER.fullmatch(name)]
+        return [one for one in dict.fromkeys(found) if _OTHER.fullmatch(one) and not one.startswith(self.family)]
 
     def _of_classes(self) -> Iterator[tuple[str, Any]]:
         """Yield what is unread because of its class; raises ConfigError if the file trains with other classes only."""
         calls = [node for node in self.nodes if isinstance(node, ast.Call)]
         if self.others and not self._parsed_classes() and not any(map(self._kind, calls)):
-            cure = "; set its numbers yourself, with trainer.grpo.advantage=leave_one_out"
-            cure = cure if self.others[0].startswith("RLOO") else ""
-            raise ConfigError(f"expected a {_CONFIG} of TRL; got {self.others[0]}, which is not converted{cure}")
+            raise ConfigError(f"expected a {_CONFIG} of TRL; got {self.others[0]}, which is not converted")
         if any(re.match(r"(from|import) unsloth\b", ast.unparse(node)) for node in self.nodes):
             yield f"{UNREAD}unsloth", "it changes TRL's trainer and some of its defaults: only TRL's were read"
         for name in self.others:
             yield f"{UNREAD}{name}", f"this trainer is used, too: only {_CONFIG} and {_TRAINER} are read"
         for name in dict.fromkeys(self.renamed.get(last_name(node), last_name(node)) for node in calls):
-            if name not in (*self.classes, _CONFIG, _TRAINER) and self._kind_of_class(name):
+            if name not in self.classes and not _READ.fullmatch(name) and self._kind_of_class(name):
                 yield f"{UNREAD}class {name}", "another file has it: what it changes was not read"
 
     def _unread(self) -> Iterator[tuple[str, Any]]:
         yield from self._of_classes()
+        yield from self._peft()
         for node in self.nodes:
             if isinstance(node, ast.Assign | ast.Expr) and _FREEZES.search(text := ast.unparse(node)):
                 yield f"{UNREAD}{text}", "all weights are trained here; it may freeze some"
@@ -138,15 +142,23 @@ class _Script:
                     f"{UNREAD}class {name}",
                     f"its methods ({', '.join(methods)}) may change the algorithm: compare them",
                 )
-        if any(isinstance(node, ast.Call) and last_name(node).endswith("get_peft_model") for node in self.nodes):
-            yield "peft_config", Expression("get_peft_model(...)")
         for node in self.nodes:
-            if isinstance(node, ast.Call) and last_name(node).endswith("LoraConfig"):
-                yield "peft_config", Expression(ast.unparse(node))
-            elif isinstance(node, ast.Call) and last_name(node) == "get_soft_overlong_punishment":
+            if isinstance(node, ast.Call) and last_name(node) == "get_soft_overlong_punishment":
                 given = zip(("max_completion_len", "soft_punish_cache"), node.args, strict=False)
                 named = dict(given) | {one.arg: one.value for one in node.keywords}
                 yield "get_soft_overlong_punishment", [self.fold.get(one) for _, one in sorted(named.items())]
+
+    def _peft(self) -> Iterator[tuple[str, Any]]:
+        """Yield what trains some weights only: a LoraConfig counts if it is used, but not if it is only printed."""
+        uses = [node for node in self.nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+        parents = [(node.id, one) for node in uses if not isinstance(one := self.parents[id(node)], ast.FormattedValue)]
+        used = {name for name, one in parents if not re.match(rf"{name}\.|print\(", ast.unparse(one))}
+        idle = {id(value) for name, value in self._bindings() if name not in used}
+        for node in self.nodes:
+            if isinstance(node, ast.Call) and last_name(node).endswith("get_peft_model"):
+                yield "peft_config", Expression("get_peft_model(...)")
+            elif isinstance(node, ast.Call) and last_name(node).endswith("LoraConfig") and id(node) not in idle:
+                yield "peft_config", Expression(ast.unparse(node))
 
     def _kind_of_class(self, name: str) -> str | None:
         """Return whether a class is a configuration or a trainer, by its name or, if the file has it, by its base."""
@@ -156,7 +168,7 @@ class _Script:
         bases = (
             [ast.unparse(base).rsplit(".", 1)[-1] for base in self.classes[name].bases] if name in self.classes else []
         )
-        kinds = [kind for kind in (_CONFIG, _TRAINER) if name.endswith(kind)]
+        kinds = [kind for kind in (_CONFIG, _TRAINER) if name.endswith(kind.replace("GRPO", self.family))]
         kinds += [kind for base in bases if base != name and (kind := self._kind_of_class(base))]
         return kinds[0] if kinds else None
 

@@ -45,7 +45,7 @@ _OTHER_FAMILIES = re.compile(  # as ORG/NAME; a name with Qwen or Llama says wha
     r"|qwen3\.5|qwen3-next|llama-?4)[^/]*"
 )
 _SETTING = re.compile(r"\{([\w.]+)\}")
-_ENTRIES = "scripts/grpo.py", "scripts/grpo_vlm.py"  # TRL's own: they set nothing
+_ENTRIES = "scripts/grpo.py", "scripts/grpo_vlm.py", "trl/scripts/rloo.py"  # TRL's own: they set nothing
 _RECOMPUTE = re.compile(r"(enable_gradient|\bgradient|policy\.\w+\.activation)_checkpointing(_enable)?$")
 
 
@@ -139,7 +139,7 @@ def _plain(value: Any) -> Any:
 def _is_usable(theirs: str, ours: str, value: Any, made: Converted) -> bool:
     if ours in _PERIODS | {our.STEPS} and isinstance(value, int | float) and value < 1:
         default = "" if theirs in made.given else " (the default)"
-        means = f"{theirs}={value}{default} means never; here {ours} keeps its own value"
+        means = f"{theirs}={value}{default} means never; here {our.keeps(ours)}"
         if value > 0 and our.STEPS in made.overrides:
             made.overrides[ours] = math.ceil(value * made.overrides[our.STEPS])
         elif value > 0:

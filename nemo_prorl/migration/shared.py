@@ -75,7 +75,8 @@ def set_correction(made: Converted, key: str, method: str, floor: Any, cap: Any)
         "sequence_mask": (
             "sequence_mask",
             "the ratio is the product over the response there, and is the weight; here it is the geometric mean, and"
-            " the weight is 1",
+            " the weight is 1: a bound b there is b^(1/tokens) here, so the same number, which is set, leaves out long"
+            " responses there, and hardly any here",
         ),
         "seq-mask-tis": ("sequence_mask", "the weight of a response that is kept is its tokens' ratios there, 1 here"),
     }

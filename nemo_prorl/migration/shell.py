@@ -199,7 +199,7 @@ class Script:
             self._known[words[-1]] = document
         elif program in ("bash", "sh") and document:
             yield from self._of_lines(_lines(document))
-        elif program == "trl" and words[1:2] != ["grpo"]:
+        elif program == "trl" and words[1:2] not in (["grpo"], ["rloo"]):
             yield Command(None, [], [], entry=" ".join(words[:2]))
         elif words and program not in _OTHERS and (found := _command(words, document)) is not None:
             yield found

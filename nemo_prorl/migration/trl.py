@@ -6,6 +6,7 @@ from typing import Any
 
 from nemo_prorl.migration import our, shared
 from nemo_prorl.migration.converted import Converted
+from nemo_prorl.migration.names import RLOO
 from nemo_prorl.migration.schedules import tell_updates, trl_schedule
 from nemo_prorl.migration.shell import Expression
 
@@ -29,10 +30,10 @@ def trl(made: Converted) -> None:
     if "wandb" in str(made.rest.get("report_to")):
         shared.set_wandb(made)
         take("report_to")
-    scale = str(take("scale_rewards")).lower()
+    scale, normalizes = str(take("scale_rewards")).lower(), take("normalize_advantages")
     scales = {"false": "mean_only", "none": "mean_only", "batch": "reinforce_pp_baseline"}
-    scales |= {"true": "group_norm", "group": "group_norm"}
-    made.choose(our.ADVANTAGE, "scale_rewards", scale, scales, "group_norm")
+    scales |= {"true": "group_norm", "group": "group_norm", RLOO: "leave_one_out"}
+    made.choose(our.ADVANTAGE, "scale_rewards", "batch" if normalizes else scale, scales, "group_norm")
     if (model := take("model")) is not None:
         made.overrides.setdefault(our.MODEL, model)
     if (length := take("vllm_max_model_length")) is not None:
@@ -40,6 +41,8 @@ def trl(made: Converted) -> None:
     trl_schedule(made)  # in TRL's steps, of which `_trl_batch` makes steps of here
     _trl_reference(made)
     _trl_batch(made, kind)
+    if kind == RLOO:
+        _trl_rloo(made, bool(normalizes))
     tell_updates(made, "lr_scheduler_type")
     _trl_validation(made)
     _trl_engine(made)
@@ -54,6 +57,22 @@ def trl(made: Converted) -> None:
         made.unknown[f"**{more}"] = "the settings of this mapping have no value here"
     _trl_optimizer(made)
     _trl_rewards(made)
+
+
+def _trl_rloo(made: Converted, is_scaled: bool) -> None:
+    """Set the KL of RLOOTrainer; leave to the user what follows from its sum and product over a response's tokens."""
+    made.take(RLOO)
+    shared.set_kl_of_rewards(made, "beta", made.overrides.get(our.KL), "k1", is_scaled)
+    if clip := made.overrides.get(_CLIP):
+        made.unknown[_CLIP] = (
+            f"max_grad_norm={clip} is for a loss that is summed over a response's tokens there; here it is divided by"
+            f" {our.CONTEXT}, and {clip} / {our.CONTEXT} clips as there"
+        )
+    if made.overrides.get(our.UPDATES) != 1:
+        made.unknown[our.LOSS] = (
+            "from a step's second update on, RLOO clips the product of a response's ratios, which no loss here does;"
+            " clip, with the ratio of each token, is what comes nearest"
+        )
 
 
 def _trl_optimizer(made: Converted) -> None:
@@ -75,7 +94,8 @@ def _trl_loss(made: Converted) -> None:
     kind, level, low, high = map(made.take, ("loss_type", "importance_sampling_level", "epsilon", "epsilon_high"))
     high = low if high is None else high
     shared.set_clip(made, low, high)
-    known = {"grpo": "sequence", "bnpo": "token", "dapo": "token", "dr_grpo": "constant", "cispo": "token"}
+    known = {"grpo": "sequence", "dr_grpo": "constant", RLOO: "constant"}
+    known |= dict.fromkeys(("bnpo", "dapo", "cispo"), "token")
     made.choose(our.AGGREGATION, "loss_type", kind, known, "sequence" if kind in ("sapo", "luspo") else "token")
     if our.AGGREGATION in made.unknown:
         return
@@ -248,7 +268,7 @@ def _trl_validation(made: Converted) -> None:
     if strategy in ("no", "false"):  # `no` of a YAML file is False
         every = made.overrides.pop(our.VALIDATE_EVERY, None)
         given = "eval_strategy=no" if every is None else f"eval_steps={every} without eval_strategy=steps"
-        made.notes.append(f"{given}: TRL never evaluates; here {our.VALIDATE_EVERY} keeps its own value")
+        made.notes.append(f"{given}: TRL never evaluates; here {our.keeps(our.VALIDATE_EVERY)}")
     else:
         top_p = made.rest.get("generation_kwargs.top_p", made.rest.get("top_p", 1))
         steps = made.rest.get("logging_steps", 10)  # of TRL, not of transformers
@@ -312,7 +332,7 @@ def _trl_rewards(made: Converted) -> None:
     if total == "1":
         return
     text = f"reward_funcs: a sum of rewards becomes a mean: divided by {total}"
-    if made.overrides.get(our.ADVANTAGE) == "mean_only" or our.ADVANTAGE in made.unknown:
+    if made.overrides.get(our.ADVANTAGE) in ("mean_only", "leave_one_out") or our.ADVANTAGE in made.unknown:
         others = f"{our.KL}, {our.ENTROPY} and trainer.gradient_clip_val"
         made.differs.append(f"{text}, and so are advantages without a std; divide {others} by it, too")
     else:

@@ -558,7 +558,7 @@ def test_the_dry_run_names_the_data_folder_only_if_the_run_reads_it(data: str, w
     assert "nemo_prorl.launcher.node" in done.stdout, done.stderr  # the needs were read
 
 
-@pytest.mark.parametrize("cluster", ["h100_1x8", "gpu_1"])
+@pytest.mark.parametrize("cluster", ["h100_1x8", pytest.param("gpu_1", marks=pytest.mark.slow)])
 def test_a_stage_on_one_node_starts_one_supervisor(cluster: str, tmp_path: Path) -> None:
     run = f"run_dir={tmp_path}"  # not the default, which has the laptop's run after `make train`
     words = dry_run("none", run, f"cluster={cluster}", "data=laptop", "pretrained_checkpoint.restore_from_path=null")

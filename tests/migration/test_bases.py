@@ -55,6 +55,26 @@ def test_a_base_that_is_missing_is_one_error(
     refused("nemo_rl", "uv run examples/run_grpo.py --config mine.yaml", tmp_path / "a.sh", MISSING, capsys, caplog)
 
 
+@pytest.mark.parametrize(
+    ("base", "place", "words"),
+    [
+        ("../../mine.yaml", "recipes/mine.yaml", "run_grpo.py --config recipes/a.yaml"),  # beside the file
+        ("../../mine.yaml", "mine.yaml", "run_grpo.py --config recipes/a.yaml"),  # beside the script
+        (None, "examples/configs/vlm_grpo_3B.yaml", "examples/run_vlm_grpo.py grpo.num_prompts_per_step=64"),
+        (None, "examples/configs/grpo_math_1B.yaml", "examples/run_grpo.py grpo.num_prompts_per_step=64"),
+    ],
+)
+def test_a_base_is_read_where_it_lies(
+    base: str | None, place: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file, text in {"recipes/a.yaml": CHILD.format(base), place: ROOT}.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+    overrides, comments = converted("nemo_rl", f"uv run {words}", tmp_path / "run.sh", capsys)
+    assert {"model.optim.lr=3e-06", f"{GRPO}.prompts_per_step=64", f"{GRPO}.max_steps=9"} <= set(overrides)
+    assert not any("takes its place" in line for line in comments)
+
+
 def test_a_later_base_counts_more_and_a_section_may_stand_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -77,7 +97,14 @@ def test_the_base_of_a_script_is_that_of_its_program(
     overrides, _ = converted("nemo_rl", text, tmp_path / "run.sh", capsys)
     assert {"model.optim.sched.warmup_steps=50", f"{GRPO}.max_steps=60"} <= set(overrides)
     text = text.replace("run_grpo", "run_vlm_grpo")
-    refused("nemo_rl", text, tmp_path / "run.sh", "defaults=vlm_grpo_3B.yaml: this file is missing", capsys, caplog)
+    refused(
+        "nemo_rl",
+        text,
+        tmp_path / "run.sh",
+        "defaults=examples/configs/vlm_grpo_3B.yaml: this file is missing",
+        capsys,
+        caplog,
+    )
 
 
 @pytest.mark.parametrize(

@@ -407,6 +407,9 @@ SPLIT = "per_device_train_batch_size=8, num_generations=8"
         ("eval_strategy='epoch'", f"eval_strategy=epoch: not after a number of steps there; set {GRPO}.validate_ev", 0),
         ("optim='adafactor'", "  optim=adafactor: the optimizer is AdamW here", 2),
         ("optim='adamw_8bit'", "  optim=adamw_8bit: AdamW's moments have fewer bits there", 0),
+        ("loss_type='dr_grpo', max_grad_norm=0.2", "gradient_clip_val=0.2 * 512 / trainer.grpo.context_tokens cl", 0),
+        ("fp16=True", "  fp16=True: the numbers are bf16 or float32 here", 2),
+        ("use_vllm=True", "bound b there is b^(1/tokens) here, so the same number, which is set, leaves out long", 0),
         ("neftune_noise_alpha=5", "  neftune_noise_alpha=5: no noise is added to the embeddings here", 2),
         (f"beta=0.)\n{TRAINER}, [..., sop]", "reward (reward_funcs=[FUNCTION, sop]): add", 0),
         (
@@ -477,6 +480,19 @@ def test_what_openrlhf_does_otherwise_is_told(
     assert told in comments
     assert "unknown to" not in comments
     assert "wandb_token" not in comments
+
+
+def test_gspo_with_a_correction_has_the_engine_s_log_probabilities(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its ratio is policy / engine there, and neither type nor threshold has an effect."""
+    ours = {f"{GRPO}.old_logp=engine", f"{CORRECTION}.kind=none"}
+    words = f"{OPENRLHF} --actor.policy_loss_type gspo {IS}_threshold 0.5 2.0 {IS}_type icepop"
+    overrides, comments = of(f"{words} {IS}_enable", tmp_path, capsys, code=2)
+    assert ours <= overrides
+    assert "ratios are to the engine's probabilities there, and so they are here" in comments
+    assert f"{IS[2:]}_type=icepop, {IS[2:]}_threshold=[0.5, 2.0] has no effect there, with actor.policy_" in comments
+    assert f"{GRPO}.old_logp=engine" not in of(words, tmp_path, capsys, code=2)[0]
 
 
 def test_no_engine_there_is_no_number_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -604,7 +620,7 @@ SHAPED = "reward_shaping: {enabled: true, overlong_buffer_length: 64, overlong_b
             2,
         ),
         ("policy: {lr: 1e-6}", [], "  policy.lr=1e-06: did you mean policy.optimizer.kwargs.lr?", 2),
-        ("env: {reward_model: {enabled: true}}", [], "env.reward_model.enabled=True: a reward model is not", 2),
+        ("env: {reward_model: {model_name: m, max_model_len: 8}}", [], "model_name=m: a reward model is not", 2),
         (f"{MEGATRON}mtp_num_layers: 2, mtp_loss_scaling_factor: 0.1}}}}", [], "mtp_num_layers=2: such layers and", 2),
         (f"{MEGATRON}mtp_num_layers: 2, mtp_loss_scaling_factor: 0.0}}}}", [], None, 0),
         (

@@ -55,3 +55,5 @@ def test_a_validation_samples_as_an_evaluation_there(
     assert any(line == f"validations sample as the evaluations there: {', '.join(words)}" for line in comments) == (
         expected is not None
     )
+    off = "keeps its own value, and data.validation=[] switches validations off"
+    assert any(off in line for line in comments) == (expected is None)

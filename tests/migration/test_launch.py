@@ -269,7 +269,6 @@ def test_a_configuration_of_a_step_off_needs_no_script(
         ("trl", "trl sft --learning_rate 1e-6", "trl sft trains by supervised fine-tuning; expected the command of an"),
         ("nemo_rl", "uv run examples/run_ppo.py policy.model_name=m", "examples/run_ppo.py trains a value model, too"),
         ("trl", "accelerate launch examples/scripts/ppo/ppo.py --learning_rate 1e-6", "ppo.py trains a value model"),
-        ("trl", "python examples/scripts/rloo.py --learning_rate 1e-6", "by RLOO (set its numbers yourself"),
     ],
 )
 def test_another_training_is_refused(

@@ -224,6 +224,25 @@ def test_a_model_has_the_name_that_from_pretrained_gets(
     assert any(line.startswith("peft_config=") for line in map(str.strip, comments)) == ("peft" in text)
 
 
+@pytest.mark.parametrize(
+    ("use", "counts"),
+    [
+        ("print(lora, f'{lora}')\nGRPOTrainer('m', f, args)", False),
+        ("print(lora.r)\nGRPOTrainer('m', f, args, peft_config=None)", False),
+        ("GRPOTrainer('m', f, args, peft_config=lora)", True),
+        ("model.add_adapter(lora)\nGRPOTrainer(model, f, args)", True),
+        ("GRPOTrainer('m', f, args, **{'peft_config': lora})", True),
+        ("GRPOTrainer('m', f, args, peft_config=LoraConfig(r=4))", True),
+    ],
+)
+def test_lora_counts_where_it_is_passed_on(
+    use: str, counts: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = f"lora = LoraConfig(r=8)\nargs = GRPOConfig(max_steps=1)\n{use}"
+    _, comments = converted("trl", text, tmp_path / "a.py", capsys, code=2 if counts else 0)
+    assert any(line.strip().startswith("peft_config=") for line in comments) == counts
+
+
 @pytest.mark.parametrize("change", ["kw = dict(beta=0.1)\nkw['beta'] = 0.2", "kw = {}\nkw.update(beta=0.2)"])
 def test_a_mapping_that_changes_is_not_known(change: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = f"{change}\nGRPOConfig(max_steps=1, **kw)"
@@ -235,8 +254,7 @@ def test_a_mapping_that_changes_is_not_known(change: str, tmp_path: Path, capsys
 @pytest.mark.parametrize(
     ("text", "name"),
     [
-        ("from trl import RLOOConfig\nRLOOConfig(beta=0.1)", "RLOOConfig"),
-        ("from trl import RLOOConfig, RLOOTrainer\nRLOOTrainer('m', f, RLOOConfig(), peft_config=c)", "RLOOTrainer"),
+        ("from trl import RLOOConfig as GRPOConfig\nGRPOConfig(beta=0.1)", "RLOOConfig"),
         ("import trl\ntrl.DPOTrainer('m', args=trl.DPOConfig(beta=0.1), peft_config=LoraConfig(r=8))", "DPOTrainer"),
         ("from trl.experimental.async_grpo import AsyncGRPOConfig\nAsyncGRPOConfig(max_steps=9)", "AsyncGRPOConfig"),
         ("from trl.experimental import gmpo as g\ng.GMPOConfig(max_steps=9)", "GMPOConfig"),
@@ -281,7 +299,7 @@ def test_the_numbers_of_the_weights_are_told(
 
 @pytest.mark.parametrize(
     ("given", "precision"),
-    [("bf16=False", "32"), ("bf16=None", "bf16"), ("bf16=False, fp16=True", "bf16"), ("", "bf16")],
+    [("bf16=False", "32"), ("bf16=None", "bf16"), ("", "bf16")],
 )
 def test_without_bf16_the_numbers_have_32_bits(
     given: str, precision: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

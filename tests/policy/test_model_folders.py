@@ -49,6 +49,14 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda model: change_config(model, torch_dtype="bf16"),
         "torch_dtype='bf16': expected one of float32, bfloat16, float16. Fix: the model's own config.json",
     ),
+    "another class of model": (
+        lambda model: change_config(model, architectures=["LlamaForCausalLM"]),
+        r'architectures=\["LlamaForCausalLM"\]: model_type=qwen2 has \["Qwen2ForCausalLM"\]; engines load what',
+    ),
+    "a rotary base with a fraction": (
+        lambda model: change_config(model, rope_theta=10000.5),
+        "rope_theta=10000.5: expected a whole number, the only kind that NeMo takes. Fix: another model",
+    ),
     "size as text": (
         lambda model: change_config(model, hidden_size="64"),
         'hidden_size="64": expected a whole number of at least 1. Fix: the model',
@@ -104,13 +112,13 @@ KEYS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"num_hidden_layers": 3, "vocab_size": 98},
         "vocab_size: 99 instead of 98, num_hidden_layers: 4 instead of 3",
     ),
-    (QWEN2, {"model_type": "llama"}, 'model_type: "qwen2" instead of "llama"'),
+    (QWEN2, {"model_type": "llama", "architectures": None}, 'model_type: "qwen2" instead of "llama"'),
     (QWEN2, {"num_key_value_heads": 1}, "num_attention_heads: 2 instead of 4 or num_key_value_heads: 2 instead of 1"),
     (QWEN2 | HEADS, {"num_attention_heads": 8}, "num_attention_heads: 4 instead of 8"),
     (QWEN2 | HEADS, {"num_key_value_heads": 4}, "num_key_value_heads: 2 instead of 4"),
     (QWEN2 | HEADS, {"head_dim": 32}, "head_dim: 16 instead of 32"),
     (MODELS["qwen3"], {"head_dim": None}, "head_dim: 32 instead of null"),
-    (MODELS["qwen3"], {"model_type": "qwen2"}, 'model_type: "qwen3" instead of "qwen2"'),
+    (MODELS["qwen3"], {"model_type": "qwen2", "architectures": None}, 'model_type: "qwen3" instead of "qwen2"'),
     (MODELS["llama_tied"], {"tie_word_embeddings": False}, "tie_word_embeddings: true instead of false"),
 ]
 
@@ -452,6 +460,7 @@ def test_another_end_token_in_config_json_is_a_caution(tmp_path: Path, caplog: p
         ("adapter_config.json", "got an adapter. Fix: merge it into its model"),
         ("state.json", "got a run or checkpoint of this project. Fix: prorl export-hf"),
         ("checkpoint-5/config.json", "got a folder of models. Fix: .*/checkpoint-5"),
+        ("model-Q4_K_M.gguf", "got GGUF, which is not for training. Fix: the same model's folder with config.json"),
         ("README.md", "got a folder without config.json. Fix: the folder of a complete model"),
     ],
 )
@@ -467,7 +476,7 @@ def test_a_folder_without_config_json_is_told_as_what_it_is(
     caplog.clear()
     inner = f"{tmp_path}/model/{file}"
     assert cli.main(["plan", f"run_dir={tmp_path}/run", f"pretrained_checkpoint.restore_from_path={inner}"]) == 2
-    assert "got a file. Fix: the folder of a complete model" in caplog.text
+    assert re.search("got (a file|GGUF.*). Fix: the .*(folder of a complete model|same model's folder)", caplog.text)
 
 
 def test_an_exported_rotary_base_is_read_by_transformers_4_and_5(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -157,14 +158,20 @@ StartServer = Callable[..., RunningServer]
 
 @pytest.fixture
 def start_server(tmp_path: Path) -> Iterator[StartServer]:
+    with servers(tmp_path) as start:
+        yield start
+
+
+@contextmanager
+def servers(folder: Path) -> Iterator[StartServer]:
     """Starts servers for a comma-separated list of tasks; all are ended afterwards, and must leave nothing."""
     started: list[RunningServer] = []
-    token_file = tmp_path / "token"
+    token_file = folder / "token"
     token_file.write_text("secret\n")
     token_file.chmod(0o600)
 
     def start(tasks: str = "echo,odd", *more: str, name: str = "rewards") -> RunningServer:
-        endpoint = tmp_path / "endpoints" / f"{name}.json"
+        endpoint = folder / "endpoints" / f"{name}.json"
         command = [sys.executable, "-m", "nemo_prorl.rewards.server", "--tasks", tasks, "--token-file", str(token_file)]
         command += ["--endpoint-file", str(endpoint), *more]
         server = RunningServer(subprocess.Popen(command, cwd=ROOT), endpoint)

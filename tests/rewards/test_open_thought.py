@@ -6,7 +6,7 @@ The reward server, its five plugins, the tokenizer and the reward client are rea
 import asyncio
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from nemo_prorl.rewards.interface import Verdict
 from nemo_prorl.rollout.endpoints import Response
 from nemo_prorl.rollout.groups import PromptDraw
 from nemo_prorl.rollout.open_responses import OpenResponses
-from tests.rewards.conftest import RunningServer, StartServer
+from tests.rewards.conftest import RunningServer, servers
 
 pytestmark = pytest.mark.starts
 
@@ -110,25 +110,26 @@ class InTurn:
         self.drawn = position
 
 
-@pytest.fixture
-def server(start_server: StartServer) -> RunningServer:
-    return start_server(",".join(DOMAINS), name="rewards-0")
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with servers(tmp_path_factory.mktemp("server")) as start:
+        yield start(",".join(DOMAINS), name="rewards-0")
 
 
 def test_training_validation_and_stored_rollouts(
     renderer: PromptRenderer,
     server: RunningServer,
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (tmp_path / "endpoints" / "engine-0.json").write_text("{}")  # counted only: the scripted engines stand in for it
-    shutil.copy(tmp_path / "token", tmp_path / "endpoints" / "token")
+    endpoints, run = server.endpoint_file.parent, server.endpoint_file.parent.parent
+    (endpoints / "engine-0.json").write_text("{}")  # counted only: the scripted engines stand in for it
+    shutil.copy(run / "token", endpoints / "token")
     monkeypatch.setattr(rank, "EnginePool", lambda *_: Scripted(renderer))
     sizes = ["prompts_per_step=5", "samples_per_prompt=2", "context_tokens=256", "max_response_tokens=100"]
     cfg = settings.load(["trainer.grpo.updates_per_step=1", *(f"trainer.grpo.{size}" for size in sizes)])
     prompts = InTurn()
-    collector = rank.connect(cfg, tmp_path, prompts, renderer)  # type: ignore[arg-type]
+    collector = rank.connect(cfg, run, prompts, renderer)  # type: ignore[arg-type]
     try:
         groups = collector.take(1, 0).groups
         held_out = collector.sample(
@@ -143,9 +144,9 @@ def test_training_validation_and_stored_rollouts(
 
     texts = [[renderer.judged_text(group.prompt_ids, r.token_ids) for r in group.responses] for group in groups]
     assert texts[0] == ["<think>\nHm. So \\boxed{7}", "<think>\nHm.</think>So \\boxed{7}"]
-    write_rollouts(tmp_path, 1, groups, (), collector.renderer.judged_text)
+    write_rollouts(run, 1, groups, (), collector.renderer.judged_text)
     capsys.readouterr()
-    assert cli.main(["reverify", str(tmp_path), "--settings", "{}"]) == 0
+    assert cli.main(["reverify", str(run), "--settings", "{}"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
     assert [row[:4] for row in rows] == [[task, "2", "0", "0"] for task in sorted(DOMAINS)]  # same, reworded, changed
 
@@ -157,7 +158,7 @@ def test_evaluation(renderer: PromptRenderer, server: RunningServer, tmp_path: P
     store = Store(tmp_path, benchmark.name)
 
     async def evaluate() -> None:
-        async with RewardClient(server.endpoint_file.parent, tmp_path / "token") as rewards:
+        async with RewardClient(server.endpoint_file.parent, server.endpoint_file.parent.parent / "token") as rewards:
 
             async def judge(request: dict[str, Any]) -> Verdict:
                 return await rewards.score(request, Deadline(60, "a verdict"))

@@ -21,7 +21,7 @@ from reward_load import DOMAINS, MAKERS, plain_numbers
 from nemo_prorl.rewards.canaries import RESPONSES_PER_CANARY, is_error, requests_of
 from nemo_prorl.rewards.discovery import discover
 from nemo_prorl.rewards.interface import RewardRequest
-from nemo_prorl.rewards.judging import RewardService, plan_pools
+from nemo_prorl.rewards.judging import RewardService, pool_specs
 
 
 async def mean_seconds(service: RewardService, requests: list[RewardRequest]) -> float:
@@ -38,7 +38,7 @@ async def mean_seconds(service: RewardService, requests: list[RewardRequest]) ->
 
 async def measure(count: int) -> None:
     registry, rng = discover(), random.Random(0)
-    service = RewardService(plan_pools(registry, DOMAINS, len(DOMAINS)), registry)
+    service = RewardService(pool_specs(registry, DOMAINS, len(DOMAINS)), registry)
     await service.start()
     sys.stdout.write(f"{describe()}\n{'':<14}{'response ms':>12}{'canary ms':>12}{'errors':>8}{'cost':>9}\n")
     sums = [0.0, 0.0]

@@ -91,10 +91,10 @@ def measure(shape: dict[str, int], rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:  # under TMPDIR
         folder = Path(name)
         job = build(shape, folder / "hf")
-        from nemo_prorl.policy.checkpoint_files import PolicyStore
+        from nemo_prorl.policy.checkpoint_files import CheckpointFiles
 
         saved = folder / "checkpoints" / "step-000001"
-        writers = {way: PolicyStore(job.actor, way == "background", 600) for way in ("foreground", "background")}
+        writers = {way: CheckpointFiles(job.actor, way == "background", 600) for way in ("foreground", "background")}
         for writer in writers.values():  # the first round warms caches
             writer.save(saved, {"step": 1})
             writer.wait()

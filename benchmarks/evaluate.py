@@ -29,7 +29,7 @@ from nemo_prorl.deadlines import Deadline
 from nemo_prorl.evaluation import models
 from nemo_prorl.evaluation.catalogue import Benchmark, choose, load_records
 from nemo_prorl.evaluation.run import EvaluationOptions, configuration, local_engines
-from nemo_prorl.evaluation.sampling import BenchmarkWork, Work, plan
+from nemo_prorl.evaluation.sampling import BenchmarkWork, Work, missing_work
 from nemo_prorl.evaluation.services import Services
 from nemo_prorl.evaluation.sources import LocalEngines
 from nemo_prorl.evaluation.store import Store
@@ -62,7 +62,7 @@ class Ours:
 
             what = [BenchmarkWork(one, stores[one.name], self.records[one.name]) for one in self.benchmarks]
             work = Work(self.source, judge, number)
-            await services.watching(work.run(plan(what, self.source)))
+            await services.watching(work.run(missing_work(what, self.source)))
         lacking = [v for store in stores.values() for v in store.verdicts.values() if v["score"] is None]
         assert not lacking, lacking[0]
         for store in stores.values():

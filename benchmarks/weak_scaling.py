@@ -97,7 +97,7 @@ class MadeUpRollouts:
 def trainer_of(cfg: Any, policy: Any, store: Any, groups: list[Any]) -> Any:
     """Return a trainer with made-up rollouts, which saves, validates and resets nothing."""
     from nemo_prorl.leader import Leader
-    from nemo_prorl.trainer import Trainer, TrainerState
+    from nemo_prorl.trainer import RunProgress, Trainer
 
     leader = Leader(cfg.trainer.deadlines, policy.data_ranks.rank)
     rollouts: Any = MadeUpRollouts(cfg, policy, store, leader.only(lambda: groups))
@@ -107,7 +107,7 @@ def trainer_of(cfg: Any, policy: Any, store: Any, groups: list[Any]) -> Any:
     none: Any = None
     ledger: Any = SimpleNamespace(**dict.fromkeys(("begin", "responses", "update", "end"), lambda *_, **named: None))
     parts = (rollouts, none, resets, none, none, none, records, none, none, speed, none, none, leader, ledger)
-    return Trainer(cfg, policy, TrainerState(), *parts)
+    return Trainer(cfg, policy, RunProgress(), *parts)
 
 
 def groups_of(ranks: int, rows: int, vocab: int) -> list[Any]:

@@ -135,7 +135,7 @@ def _warn_of_paths(root: Path, words: list[str], cfg: DictConfig) -> None:
     """Warn of each path that the container of a job does not see.  `words`: arguments of the batch script."""
     with contextlib.chdir(root):
         submission = Submission(arguments(words), Job())
-        submission.plan = allocation(cfg)
+        submission.needs = allocation(cfg)
         for fault in submission.path_faults():
             _log.warning("%s", fault)
 

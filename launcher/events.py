@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
@@ -189,7 +190,8 @@ class Events:
                     stdout=log,
                     stderr=log,
                     start_new_session=True,
-                    preexec_fn=_ignore_stop,  # noqa: PLW1509 - one system call, which takes no lock
+                    # Slurm's signal to stop; to block it is not enough, because a shell unblocks it
+                    preexec_fn=partial(signal.signal, signal.SIGUSR1, signal.SIG_IGN),  # noqa: PLW1509 - takes no lock
                 )
         except (OSError, ValueError) as error:
             self._complain(f"the command for {what} could not be started: {error}")
@@ -219,11 +221,6 @@ class Events:
     def _note(self, text: str) -> None:
         with suppress(OSError), self._open_log() as log:  # a full disk is reported elsewhere
             log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n".encode())
-
-
-def _ignore_stop() -> None:
-    """Ignore SIGUSR1, Slurm's signal to stop.  Blocking the signal is not enough, because a shell unblocks it."""
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def _reason(what: str, log: Sequence[str]) -> str:

@@ -3,20 +3,18 @@
 import logging
 import threading
 import time
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_prorl.config import DeadlinesConfig
 from nemo_prorl.launcher.processes import Child
 from nemo_prorl.rollout.engine.sleep import HELD_SUFFIX
-from nemo_prorl.service import ServiceEndpoint
+from nemo_prorl.service import ServiceEndpoint, ask
 
 _log = logging.getLogger(__name__)
 
 _PATHS = {"engine": "/health", "rewards": "/v1/health"}
 _EVERY_S = 10.0  # longest time in seconds between two checks of a service
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a run's processes need no proxy
 
 
 class Health:
@@ -63,12 +61,10 @@ class Health:
 
     def _answers(self, url: str) -> bool:
         try:
-            headers = {"Authorization": f"Bearer {self._token_file.read_text().strip()}"}
-            request = urllib.request.Request(url, headers=headers)
-            with _DIRECT.open(request, timeout=max(1.0, self._deadlines.health_s / 2)) as reply:
-                return bool(reply.status == 200)
+            ask(url, self._token_file.read_text().strip(), max(1.0, self._deadlines.health_s / 2))
         except (OSError, ValueError):
             return False
+        return True
 
 
 def _is_held(child: Child) -> bool:

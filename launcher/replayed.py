@@ -76,7 +76,7 @@ def train_again(
     from nemo_prorl import settings
     from nemo_prorl.launcher import one_node
     from nemo_prorl.lifecycle.ledger import read_ledger
-    from nemo_prorl.replay_training import ReplayPlan
+    from nemo_prorl.replay_training import ReplaySpec
 
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"{run_dir} is not a run directory: it has no config.yaml")
@@ -92,7 +92,7 @@ def train_again(
     (folder / "config.yaml").write_text(settings.resolved_yaml(cfg))
     resets = {step: reset for step, reset in Journal(run_dir).resets().items() if before < step <= last}
     chain = original[before]["chain"] if before in original else ""
-    ReplayPlan(
+    ReplaySpec(
         run_dir=str(run_dir),
         checkpoint=None if checkpoint is None else str(checkpoint),
         before=before,

@@ -53,7 +53,7 @@ _REACH_S, _REACH_IMAGE_S = 300.0, 1800.0  # seconds for all supervisors to begin
 _LOOK_S = 60.0  # seconds between two checks that Slurm has not started the job elsewhere
 _PATIENCE = 0.8  # share of the time between the signal and the job's end that the run has to stop
 _REQUEUE_EVERY_S, _REQUEUED_S = 10.0, 300.0  # seconds between two requeue requests; for Slurm to end this process
-_PLAN_TRIES, _PLAN_PAUSE_S = 3, 30.0  # attempts to start the project's Python; seconds between two of them
+_NEEDS_TRIES, _NEEDS_PAUSE_S = 3, 30.0  # attempts to start the project's Python; seconds between two of them
 
 
 class Driver:
@@ -62,7 +62,7 @@ class Driver:
     def __init__(self, args: argparse.Namespace) -> None:
         self.job = Job()
         self.submission = Submission(args, self.job)
-        self.run_dir, self.plan = self.submission.run_dir, self.submission.plan
+        self.run_dir, self.needs = self.submission.run_dir, self.submission.needs
         self.launches = Launches(self.run_dir, self.job)
         self.stop_reason: str | None = None  # why the run has to stop; None: it does not
         self.ended = False  # SIGTERM was received: Slurm ends the job
@@ -80,7 +80,7 @@ class Driver:
             self.remove_container()
 
     def _run(self) -> int:
-        self.load_plan()
+        self.load_needs()
         self.submission.show()
         if self.submission.args.dry_run:
             self.submission.warn_of_paths()
@@ -93,7 +93,7 @@ class Driver:
             if self.stop_reason is not None:
                 return self.requeue(STOPPED)
             own, every = self.launches.fruitless()
-            if own >= self.plan["attempts"] or every >= _ALL_ATTEMPTS * self.plan["attempts"]:
+            if own >= self.needs["attempts"] or every >= _ALL_ATTEMPTS * self.needs["attempts"]:
                 return self.give_up(every)
             attempt = self.launches.begin()
             action, code, end = self.decide(self.attempt(attempt))
@@ -120,21 +120,21 @@ class Driver:
         wait = 0.0 if is_first else _LOCK_WAIT_S
         return self.submission.node_command(attempt, wait, self.launches.file)
 
-    def load_plan(self) -> None:
+    def load_needs(self) -> None:
         """Read the job's requirements from the configuration.  Exit if the configuration is wrong."""
-        for tries_left in reversed(range(_PLAN_TRIES)):
+        for tries_left in reversed(range(_NEEDS_TRIES)):
             done = self.submission.run_allocation()
             if done.returncode in (0, 2, 3, 4) or self.ended or not tries_left:
                 break
             say(
-                f"{shlex.join(done.args)} ended with exit code {done.returncode}; trying again in {_PLAN_PAUSE_S:g} s"
+                f"{shlex.join(done.args)} ended with exit code {done.returncode}; trying again in {_NEEDS_PAUSE_S:g} s"
                 f" (tries left: {tries_left})"
             )
-            self.wait(_PLAN_PAUSE_S)
+            self.wait(_NEEDS_PAUSE_S)
         if done.returncode:
             self.submission.warn_of_paths()
             raise SystemExit(done.returncode if done.returncode in (2, 3, 4) else 1)
-        self.plan.update(json.loads(done.stdout.splitlines()[-1]))
+        self.needs.update(json.loads(done.stdout.splitlines()[-1]))
 
     def on_usr1(self, *_: Any) -> None:
         self.stop_reason = self.stop_reason or "SIGUSR1: the job's time limit is near"
@@ -163,7 +163,7 @@ class Driver:
         """Start the supervisors of all nodes once, wait until they have ended, and return how the run ended."""
         log, env = self.run_dir / "logs" / "all.log", self.submission.environment()
         leader = node_file(self.run_dir / "endpoints", 0, self.submission.attempt_id(number))
-        self.step = step = Step(self._command(number), env, self.plan["num_nodes"], log, leader)
+        self.step = step = Step(self._command(number), env, self.needs["num_nodes"], log, leader)
         if self.stop_reason is not None or self.ended:  # a signal arrived before self.step was set
             step.stop()
         kill_reason = self._watch(step)
@@ -284,7 +284,7 @@ class Driver:
         at = f"after step {step}" if (step := self.launches.step()) >= 0 else "at all"
         say(
             f"{attempts} attempts in a row made no new checkpoint {at}"
-            f" (launch.attempts={self.plan['attempts']}); the job ends{cause}. Logs: {self.run_dir / 'logs'}"
+            f" (launch.attempts={self.needs['attempts']}); the job ends{cause}. Logs: {self.run_dir / 'logs'}"
         )
         return 1
 

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from nemo_prorl.errors import UnfitMachine
@@ -188,7 +189,7 @@ def call(command: list[str], seconds: float = _QUERY_S, folder: Path | None = No
             capture_output=True,
             text=True,
             timeout=seconds,
-            preexec_fn=_ignore_sigterm,
+            preexec_fn=partial(signal.signal, signal.SIGTERM, signal.SIG_IGN),
         )
     except FileNotFoundError as error:
         raise UnfitMachine(f"{command[0]} is not on the PATH. Fix: run this on a machine with Slurm") from error
@@ -202,7 +203,3 @@ def call(command: list[str], seconds: float = _QUERY_S, folder: Path | None = No
         message = " ".join((done.stderr.strip() or done.stdout.strip() or "no message").split())
         raise UnfitMachine(f"{command[0]} ended with exit code {done.returncode}: {message}")
     return done.stdout
-
-
-def _ignore_sigterm() -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)

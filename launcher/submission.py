@@ -74,7 +74,7 @@ def _not_saved(overrides: list[str]) -> str | None:
 class Submission:
     """A stage and its overrides, as the user submitted them with sbatch.
 
-    `plan`: the needs of the configuration (`allocation.allocation`); empty until `load_plan` of the driver fills it.
+    `needs`: what the configuration needs (`allocation.allocation`); empty until `load_needs` of the driver fills it.
     """
 
     def __init__(self, args: argparse.Namespace, job: Job) -> None:
@@ -90,7 +90,7 @@ class Submission:
             if args.container_image and "data.folder" not in given:
                 rest.append(absolute(f"data.folder={_DATA}"))
             self.overrides = [f"stage={args.stage}", f"run_dir={self.run_dir}", *rest]
-        self.plan: dict[str, Any] = {}
+        self.needs: dict[str, Any] = {}
 
     def python(self) -> list[str]:
         if self.args.python:
@@ -121,8 +121,8 @@ class Submission:
             wait: seconds to wait until the processes of an earlier attempt release the run directory.
             launches: RUN/launches.jsonl.
         """
-        command = [*self.srun(self.plan["num_nodes"]), "--kill-on-bad-exit=1", "--wait=0", *self.python()]
-        command += ["-m", "nemo_prorl.launcher.node", f"--nodes={self.plan['num_nodes']}", f"--run-dir={self.run_dir}"]
+        command = [*self.srun(self.needs["num_nodes"]), "--kill-on-bad-exit=1", "--wait=0", *self.python()]
+        command += ["-m", "nemo_prorl.launcher.node", f"--nodes={self.needs['num_nodes']}", f"--run-dir={self.run_dir}"]
         command += [f"--attempt={self.attempt_id(attempt)}", f"--lock-wait-s={wait:g}"]
         if launches.is_file():  # a node that does not see the file has another folder under the name of the run
             command.append(f"--expect={launches}")
@@ -133,7 +133,7 @@ class Submission:
         return f"{self.job.id or '-'}.{self.job.restart}.{attempt}"
 
     def run_allocation(self) -> subprocess.CompletedProcess[str]:
-        """Run the program `allocation`; the last line of standard output in its result is the plan, as JSON."""
+        """Run the program `allocation`; the last line of standard output in its result has the needs, as JSON."""
         command, env = self._module_command("nemo_prorl.launcher.allocation", *self.overrides)
         return subprocess.run(command, check=False, stdout=subprocess.PIPE, env=env, text=True)
 
@@ -144,15 +144,15 @@ class Submission:
 
     def report_failure(self, what: str) -> None:
         """Call the command in `on_event` for a failure that no supervisor could report."""
-        if not self.plan["on_event"]:
+        if not self.needs["on_event"]:
             return
         command, env = self._module_command(
-            "nemo_prorl.launcher.events", self.plan["on_event"], str(self.run_dir), what
+            "nemo_prorl.launcher.events", self.needs["on_event"], str(self.run_dir), what
         )
         try:
             subprocess.run(command, check=False, stdin=subprocess.DEVNULL, env=env, timeout=_ON_EVENT_S)
         except (OSError, subprocess.TimeoutExpired) as error:
-            say(f"on_event={self.plan['on_event']}: the call for this failure failed: {error}")
+            say(f"on_event={self.needs['on_event']}: the call for this failure failed: {error}")
 
     def _module_command(self, *words: str) -> tuple[list[str], dict[str, str]]:
         """Return the command that runs a module of this project with its arguments, and the command's environment."""
@@ -187,7 +187,7 @@ class Submission:
         for key, _, value in (text.partition("=") for text in self.overrides if self.args.container_image):
             path = Path(value)
             is_path = key == "run_dir" or (_PATHS.fullmatch(key) and value not in ("", "null"))
-            if key == "data.folder" and not self.plan.get("reads_data_folder", True):
+            if key == "data.folder" and not self.needs.get("reads_data_folder", True):
                 continue
             if not is_path or any(mount in (path, *path.parents) for mount in inside):
                 continue
@@ -210,26 +210,26 @@ class Submission:
                 "srun is not on the PATH. Fix: if this script runs in a container, give the image to the script, not to"
                 " sbatch: sbatch slurm/stage.sbatch STAGE --container-image=IMAGE"
             )
-        for fault, fix in allocation_faults(self.plan, len(self.job.nodes), gpus_on_node(os.environ)):
+        for fault, fix in allocation_faults(self.needs, len(self.job.nodes), gpus_on_node(os.environ)):
             raise UnfitMachine(f"{fault}. Fix: {fix}")
 
     def show(self) -> None:
         """Write the job, the run directory and the relevant environment variables to the job's output."""
-        job, plan = self.job, self.plan
+        job, needs = self.job, self.needs
         say(f"job {job.id or '-'}, start {job.restart + 1}, nodes {' '.join(job.nodes) or '-'}")
-        say(f"run directory {self.run_dir}; {plan['num_nodes']} nodes x {plan['devices']} {plan['accelerator']}")
+        say(f"run directory {self.run_dir}; {needs['num_nodes']} nodes x {needs['devices']} {needs['accelerator']}")
         image = self.args.container_image
         say(f"container {image}, mounts {self.args.container_mounts or 'none'}" if image else "no container")
-        for name, value in plan["env"].items():
+        for name, value in needs["env"].items():
             given = os.environ.get(name)
             if given is None:
                 say(f"environment {name}={value}, from launch.env.{name}")
             else:
                 say(f"environment {name}={given}, which wins over launch.env.{name}={value}")
         for name, value in sorted(os.environ.items()):
-            if _is_shown(name) and name not in plan["env"]:
+            if _is_shown(name) and name not in needs["env"]:
                 say(f"environment {name}={value}, from the job's environment")
-        if plan["accelerator"] == "gpu" and (text := output(["nvidia-smi", "topo", "-m"])):
+        if needs["accelerator"] == "gpu" and (text := output(["nvidia-smi", "topo", "-m"])):
             say(f"topology of {job.host}:\n{text.rstrip()}")
 
 
@@ -261,22 +261,22 @@ def gpus_on_node(environment: Mapping[str, str]) -> int:
     return len([d for d in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if d])
 
 
-def allocation_faults(plan: Mapping[str, Any], nodes: int, gpus: int) -> Iterator[tuple[str, str]]:
-    """Yield (fault, fix) for each difference between a job's allocation and the plan (`allocation.allocation`).
+def allocation_faults(needs: Mapping[str, Any], nodes: int, gpus: int) -> Iterator[tuple[str, str]]:
+    """Yield (fault, fix) for each difference between a job's allocation and the needs (`allocation.allocation`).
 
     Args:
         nodes: number of the job's nodes.
         gpus: number of the job's GPUs on this node.
     """
-    wanted, devices = plan["num_nodes"], plan["devices"]
+    wanted, devices = needs["num_nodes"], needs["devices"]
     if nodes != wanted:
-        engines = plan["engines"] // wanted * nodes
+        engines = needs["engines"] // wanted * nodes
         yield (
             f"expected a job of {wanted} nodes (trainer.num_nodes={wanted}); got {nodes}",
             f"sbatch --nodes={wanted} ..., or trainer.num_nodes={nodes} rollout.engines={engines}",
         )
-    if plan["accelerator"] == "gpu" and gpus < devices:
+    if needs["accelerator"] == "gpu" and gpus < devices:
         yield (
-            f"expected {devices} GPUs per node ({plan['devices_words']}); got {gpus}",
+            f"expected {devices} GPUs per node ({needs['devices_words']}); got {gpus}",
             f"sbatch --gpus-per-node={devices} ..., or trainer.devices={gpus or 'N'} and a layout to match",
         )

@@ -30,12 +30,20 @@ def new_file(path: Path, sync: bool = False) -> Iterator[Path]:
     try:
         yield temporary
         if sync:
-            with temporary.open("rb+") as file:
-                os.fsync(file.fileno())
+            flush_to_disk(temporary)
         os.replace(temporary, path)
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+def flush_to_disk(path: Path) -> None:
+    """Flush a file's content, or a folder's names, to the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 @contextlib.contextmanager
@@ -157,6 +165,14 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
+
+
+def modified(file: Path, missing: float = 0.0) -> float:
+    """Return the modification time of a file, by the file system's clock; `missing` if there is no such file."""
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return missing
 
 
 def first_line(error: BaseException) -> str:

@@ -55,13 +55,13 @@ from nemo_prorl.trainer import Trainer, update
 
 _log = logging.getLogger(__name__)
 
-PLAN = "preflight.json"
+SIZES_FILE = "preflight.json"
 MAX_IN_FLIGHT = 512  # requests per engine, the default of `EnginePool`
 GENERATED = 64  # tokens to generate at the end of each engine sequence
 
 
 @dataclass(frozen=True)
-class Plan:
+class PreflightSizes:
     """The part of a step that this node tries; the run itself may have more nodes."""
 
     data_ranks: int  # data-parallel ranks of the run
@@ -78,8 +78,8 @@ class Plan:
     all_engines: int  # engines of the run
 
     @classmethod
-    def of(cls, cfg: Config, rows: int | None = None) -> "Plan":
-        """Return the plan for a run's configuration; `rows`: try at most this many rows of each rank's update."""
+    def of(cls, cfg: Config, rows: int | None = None) -> "PreflightSizes":
+        """Return the sizes for a run's configuration; `rows`: try at most this many rows of each rank's update."""
         grpo, data_ranks = cfg.trainer.grpo, num_data_ranks(cfg)
         in_update = -(-grpo.prompts_per_step // grpo.updates_per_step * grpo.samples_per_prompt // data_ranks)
         context = grpo.context_tokens
@@ -108,11 +108,11 @@ class Plan:
         return min(self.prompts, -(-self.tried_rows * self.data_ranks // self.samples) * self.updates)
 
     def write(self, run_dir: Path) -> None:
-        (run_dir / PLAN).write_text(json.dumps(asdict(self)))
+        (run_dir / SIZES_FILE).write_text(json.dumps(asdict(self)))
 
     @classmethod
-    def read(cls, run_dir: Path) -> "Plan":
-        return cls(**json.loads((run_dir / PLAN).read_text()))
+    def read(cls, run_dir: Path) -> "PreflightSizes":
+        return cls(**json.loads((run_dir / SIZES_FILE).read_text()))
 
 
 class TrialRecorder:
@@ -153,10 +153,10 @@ def measure(cfg: Config, run_dir: Path) -> None:
     """Run all parts of the preflight.  Errors of a part are raised unchanged.
 
     Args:
-        run_dir: temporary run directory with config.yaml and the plan, preflight.json.
+        run_dir: temporary run directory with config.yaml and the sizes, preflight.json.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the preflight has no state to save
-    plan, recorder = Plan.read(run_dir), TrialRecorder(run_dir, int(os.environ.get("RANK", 0)))
+    sizes, recorder = PreflightSizes.read(run_dir), TrialRecorder(run_dir, int(os.environ.get("RANK", 0)))
     allowed, alarm = kl_after_reset(cfg), engine_gap_alarm(cfg)  # type: ignore[arg-type]
     _log.info(
         "limits of this run: policy and reference may differ by %g nats per token after a reset; an engine gap above %g"
@@ -171,12 +171,12 @@ def measure(cfg: Config, run_dir: Path) -> None:
         rank.begin(trainer, run_dir)
     with recorder.part("publish"):
         trainer.rollouts.publish(version=0)
-    _fill_engines(trainer, run_dir, plan, recorder)
+    _fill_engines(trainer, run_dir, sizes, recorder)
     sleeps = cfg.rollout.sleep is not None
     if sleeps:
         with recorder.part("sleep"):
             trainer.rollouts.sleep()
-    _train(trainer, plan, recorder)
+    _train(trainer, sizes, recorder)
     if sleeps:
         with recorder.part("wake"):
             trainer.rollouts.publish(version=1)
@@ -185,10 +185,10 @@ def measure(cfg: Config, run_dir: Path) -> None:
     with recorder.part("resume"):
         newest = trainer.checkpoints.newest()
         assert newest is not None
-        trainer.checkpoints.policy.load(newest)
+        trainer.checkpoints.files.load(newest)
 
 
-def _train(trainer: Trainer, plan: Plan, recorder: TrialRecorder) -> None:
+def _train(trainer: Trainer, sizes: PreflightSizes, recorder: TrialRecorder) -> None:
     """Run the parts of a step that the trainer does.
 
     The part `first update` allocates the optimizer's moments, so that the later parts are measured with them.
@@ -197,7 +197,7 @@ def _train(trainer: Trainer, plan: Plan, recorder: TrialRecorder) -> None:
     grpo, metrics = cfg.trainer.grpo, Metrics(1, cfg.stage)
     with recorder.part("batch"):
         groups = trainer.rollouts.collector.share(
-            lambda _: tried_rows(plan, random_groups(plan, policy.shape.vocab, cfg.seed))
+            lambda _: tried_rows(sizes, random_groups(sizes, policy.shape.vocab, cfg.seed))
         )
         batch = groups.batch()
         advantage_B = torch.randn(len(batch), generator=torch.Generator().manual_seed(cfg.seed))
@@ -209,7 +209,7 @@ def _train(trainer: Trainer, plan: Plan, recorder: TrialRecorder) -> None:
 
     numbers = {"rows": len(batch), "tokens": int(batch.length_B.sum())}
     with recorder.part("first update"):
-        few = batch.rows(slice(0, policy.limits.rows_of_length(plan.context)))
+        few = batch.rows(slice(0, policy.limits.rows_of_length(sizes.context)))
         few_logp_BT, _ = policy.logprobs(few)
         few = few.with_targets(old_logp_BT=few_logp_BT, ref_logp_BT=few_logp_BT)
         update(policy, few, config, Metrics(1, cfg.stage))
@@ -222,26 +222,26 @@ def _train(trainer: Trainer, plan: Plan, recorder: TrialRecorder) -> None:
         update(policy, batch, config, metrics)
 
 
-def tried_rows(plan: Plan, groups: list[Group]) -> list[JudgedGroups]:
-    """Return for each data rank the rows that it tries: the first `plan.tried_rows` rows of its first update."""
+def tried_rows(sizes: PreflightSizes, groups: list[Group]) -> list[JudgedGroups]:
+    """Return for each data rank the rows that it tries: the first `sizes.tried_rows` rows of its first update."""
     judged = JudgedGroups.of(groups)
-    updates = judged.rows_of_updates(plan.updates, plan.data_ranks)
-    return judged.dealt([rows[0][: plan.tried_rows].tolist() for rows in updates])
+    updates = judged.rows_of_updates(sizes.updates, sizes.data_ranks)
+    return judged.dealt([rows[0][: sizes.tried_rows].tolist() for rows in updates])
 
 
-def random_groups(plan: Plan, vocab: int, seed: int) -> list[Group]:
+def random_groups(sizes: PreflightSizes, vocab: int, seed: int) -> list[Group]:
     """Return groups like those of a rollout, with random tokens that fill the context; all responses are cut off."""
     generator = torch.Generator().manual_seed(seed)
-    prompt = plan.context - plan.response
+    prompt = sizes.context - sizes.response
 
     def response(index: int) -> Response:
-        tokens = torch.randint(vocab, (plan.response,), generator=generator).tolist()
-        return Response(index, tokens, torch.rand(plan.response, generator=generator).neg().tolist(), "length", 0)
+        tokens = torch.randint(vocab, (sizes.response,), generator=generator).tolist()
+        return Response(index, tokens, torch.rand(sizes.response, generator=generator).neg().tolist(), "length", 0)
 
     def group(index: int) -> Group:
         prompt_ids = torch.randint(vocab, (prompt,), generator=generator).tolist()
-        responses = [response(k) for k in range(plan.samples)]
-        verdicts = [verdict_of(f"random-{index}", RewardResult(float(k % 2))) for k in range(plan.samples)]
+        responses = [response(k) for k in range(sizes.samples)]
+        verdicts = [verdict_of(f"random-{index}", RewardResult(float(k % 2))) for k in range(sizes.samples)]
         return Group(
             prompt_id=f"random-{index}",
             task="preflight",
@@ -255,17 +255,17 @@ def random_groups(plan: Plan, vocab: int, seed: int) -> list[Group]:
             draw_index=index,
         )
 
-    return [group(index) for index in range(plan.tried_prompts)]
+    return [group(index) for index in range(sizes.tried_prompts)]
 
 
-def _fill_engines(trainer: Trainer, run_dir: Path, plan: Plan, recorder: TrialRecorder) -> None:
+def _fill_engines(trainer: Trainer, run_dir: Path, sizes: PreflightSizes, recorder: TrialRecorder) -> None:
     """Fill the engines of this node at full context: first the prompts, then the last tokens of the same sequences.
 
     The second requests find their prompts in the prefix cache, as far as the cache holds them, so that the time of
     part `generate` is mostly generation.
     """
     cfg, endpoints = trainer.cfg, run_dir / "endpoints"
-    count, length = plan.sequences * plan.engines, plan.context - plan.generated
+    count, length = sizes.sequences * sizes.engines, sizes.context - sizes.generated
     generator = torch.Generator().manual_seed(cfg.seed)
     prompts = torch.randint(trainer.policy.shape.vocab, (count, length), generator=generator).tolist()
 
@@ -273,13 +273,13 @@ def _fill_engines(trainer: Trainer, run_dir: Path, plan: Plan, recorder: TrialRe
         sampling = SamplingParams(cfg.trainer.grpo.temperature, max_tokens=tokens, stop_token_ids=())
         seconds = cfg.trainer.deadlines.rollout_s
         deadline = Deadline(seconds, "full responses of random tokens (trainer.deadlines.rollout_s)")
-        pool = EnginePool(endpoints, read_token(endpoints / "token"), plan.engines)
+        pool = EnginePool(endpoints, read_token(endpoints / "token"), sizes.engines)
         check_full(asyncio.run(responses_of(pool, prompts, sampling, deadline)), tokens)
 
     with recorder.part("fill", rows=count, tokens=count * length):
         trainer.leader.call(partial(generate, 1))
-    with recorder.part("generate", rows=count, tokens=count * plan.generated):
-        trainer.leader.call(partial(generate, plan.generated))
+    with recorder.part("generate", rows=count, tokens=count * sizes.generated):
+        trainer.leader.call(partial(generate, sizes.generated))
 
 
 async def responses_of(

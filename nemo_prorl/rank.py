@@ -6,7 +6,6 @@ The supervisor of a node starts this program once for each rank.  Only this file
     python -m nemo_prorl.rank RUN_DIR [warmup]
 """
 
-import ctypes
 import gc
 import logging
 import os
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from omegaconf import OmegaConf
+from prorl_sandbox.kernel import die_with_parent
 
 from nemo_prorl import __version__, device, stacks
 from nemo_prorl.algorithms.entropy import AdaptiveEntropy
@@ -60,10 +60,10 @@ from nemo_prorl.service import read_token
 from nemo_prorl.sizing.devices import node_devices
 from nemo_prorl.sizing.flops import UpdateSpeed
 from nemo_prorl.sizing.memory import ModelShape
-from nemo_prorl.trainer import Trainer, TrainerState
+from nemo_prorl.trainer import RunProgress, Trainer
 
 if TYPE_CHECKING:
-    from nemo_prorl.policy.checkpoint_files import PolicyStore
+    from nemo_prorl.policy.checkpoint_files import CheckpointFiles
 
 _log = logging.getLogger("nemo_prorl.rank")  # __name__ is __main__ when this file is the program
 
@@ -90,11 +90,11 @@ class Policy:
         if not base.exists() and not retention.complete(run_dir / "checkpoints"):
             make_base(cfg, run_dir, self, base)
 
-    def store(self, cfg: Config) -> "PolicyStore":
+    def checkpoint_files(self, cfg: Config) -> "CheckpointFiles":
         """Return the writer and loader of the policy's checkpoints.  A collective."""
-        from nemo_prorl.policy.checkpoint_files import PolicyStore
+        from nemo_prorl.policy.checkpoint_files import CheckpointFiles
 
-        return PolicyStore(self.actor, cfg.trainer.grpo.async_checkpoints, cfg.trainer.deadlines.collective_s)
+        return CheckpointFiles(self.actor, cfg.trainer.grpo.async_checkpoints, cfg.trainer.deadlines.collective_s)
 
 
 def make_base(cfg: Config, run_dir: Path, policy: Policy, base: Path) -> None:
@@ -139,25 +139,21 @@ def build(cfg: Config, run_dir: Path, policy: Policy, stopping: Stopping) -> Tra
     shared: dict[str, Any] = {"records": records, "leader": leader, "ledger": ledger}
     rollouts = Rollouts(cfg, run_dir, actor, blend=blend, collector=collector, **shared)
     validation = Validation(cfg, source.only(lambda source: source.heldout), rollouts, records)
-    allowed = kl_after_reset(cfg)  # type: ignore[arg-type]
-    resets = Resets(
-        cfg.trainer.resets, allowed, actor, rollouts=rollouts, validation=validation, records=records, leader=leader
-    )
-    speed = UpdateSpeed(ModelShape.of(OmegaConf.create(cfg.model), actor.shape.vocab), ranks, device.card())
-    progress, entropy = TrainerState(), AdaptiveEntropy(cfg.trainer.grpo.adaptive_entropy)
+    used = step_parts(cfg, policy, RunProgress(), rollouts=rollouts, validation=validation, records=records)
+    resets: Resets = used["resets"]
     parts: dict[str, Stateful] = {  # named as in state.json, and loaded in this order
-        "trainer": progress,
+        "trainer": used["progress"],
         "records": records,
         "validation": validation,
         "resets": resets,
         "prompts": LeaderState(blend),
         "rollouts": rollouts,
-        "entropy": entropy,
+        "entropy": used["entropy"],
     }
     checkpoints = Checkpoints(
         cfg=cfg,
         folder=run_dir / "checkpoints",
-        policy=policy.store(cfg),
+        files=policy.checkpoint_files(cfg),
         parts=parts,
         validation=validation,
         resets=resets,
@@ -169,24 +165,33 @@ def build(cfg: Config, run_dir: Path, policy: Policy, stopping: Stopping) -> Tra
     watchdog = Watchdog(leader.rank, ranks, run_dir, records.alarm)
     collector.run_on_leader(lambda collector: watchdog.set_waiting(collector.waiting))
     return Trainer(
-        cfg=cfg,
-        policy=actor,
-        progress=progress,
-        rollouts=rollouts,
-        validation=validation,
-        resets=resets,
+        **used,
         trials=Trials(cfg, run_dir, resets, checkpoints, **shared),
         checkpoints=checkpoints,
         control=Control(requests, validation, checkpoints, stopping, ledger),
-        records=records,
         stopping=stopping,
-        entropy=entropy,
-        speed=speed,
         traces=StepTraces(run_dir, cfg.trainer.trace_steps, leader.rank, ranks, services),
         watchdog=watchdog,
-        leader=leader,
         ledger=ledger,
     )
+
+
+def step_parts(
+    cfg: Config, policy: Any, progress: RunProgress, *, rollouts: Any, validation: Any, records: Records
+) -> dict[str, Any]:
+    """Return the parts that a trainer needs for `train_step`, by the names of its fields."""
+    shared = {"rollouts": rollouts, "validation": validation, "records": records, "leader": policy.leader}
+    allowed = kl_after_reset(cfg)  # type: ignore[arg-type]
+    shape = ModelShape.of(OmegaConf.create(cfg.model), policy.actor.shape.vocab)
+    return {
+        "cfg": cfg,
+        "policy": policy.actor,
+        "progress": progress,
+        **shared,
+        "resets": Resets(cfg.trainer.resets, allowed, policy.actor, **shared),
+        "entropy": AdaptiveEntropy(cfg.trainer.grpo.adaptive_entropy),
+        "speed": UpdateSpeed(shape, num_ranks(cfg), device.card()),
+    }
 
 
 @dataclass(frozen=True)
@@ -273,7 +278,7 @@ def begin(trainer: Trainer, run_dir: Path) -> None:
 def begin_stage(trainer: Trainer, start: stages.Origin) -> None:
     """Load policy, optimizer, reference and the position in the data from the previous stage."""
     cfg, records = trainer.cfg, trainer.records
-    sha256 = trainer.checkpoints.policy.load(start.checkpoint)["weights_sha256"]
+    sha256 = trainer.checkpoints.files.load(start.checkpoint)["weights_sha256"]
     source = {"start_from": str(start.checkpoint), "weights_sha256": sha256}
     records.event("start", 0, stage=cfg.stage, version=__version__, **source)
     state = retention.read_state(start.newest)  # prompts continue after the newest step even if the weights are older
@@ -287,14 +292,6 @@ def begin_stage(trainer: Trainer, start: stages.Origin) -> None:
     else:
         trainer.resets.continue_reference()
         trainer.checkpoints.save(0)
-
-
-def die_with_parent() -> None:
-    """Make Linux kill this process as soon as the supervisor that started it ends, for whatever reason."""
-    parent = int(os.environ.get(stacks.SUPERVISOR, os.getppid()))
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # the supervisor ended before the call of prctl
-        os._exit(1)
 
 
 def setup_process(cfg: Config, rank: int) -> None:
@@ -315,7 +312,7 @@ def read(run_dir: Path) -> Config:
     """Set up this process as a rank of the run in `run_dir`, and return the run's configuration."""
     from nemo_prorl.settings import read_config
 
-    die_with_parent()
+    die_with_parent(int(os.environ.get(stacks.SUPERVISOR, os.getppid())))  # the supervisor
     cfg: Any = OmegaConf.to_object(read_config(run_dir / "config.yaml"))
     setup_process(cfg, int(os.environ.get("RANK", 0)))
     return cfg
@@ -342,7 +339,7 @@ def train(cfg: Config, run_dir: Path, only_warmup: bool) -> None:
         trainer.control.close(trainer.progress.step)
         raise
     except ProrlError:  # a checkpoint that is being written gets `stop_s` seconds to complete
-        trainer.checkpoints.policy.drain(cfg.trainer.deadlines.stop_s)
+        trainer.checkpoints.files.drain(cfg.trainer.deadlines.stop_s)
         raise
     finally:
         trainer.ledger.close()

@@ -4,7 +4,7 @@ Every trainer rank runs this file in a folder that `launcher.replayed` made (`pr
 
     python -m nemo_prorl.replay_training FOLDER
 
-FOLDER has a config.yaml, which is the run's but for the keys that the user changes, and the plan in replay.json.
+FOLDER has a config.yaml, which is the run's but for the keys that the user changes, and a replay.json (`ReplaySpec`).
 """
 
 import json
@@ -17,33 +17,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
-from nemo_prorl import device, rank
-from nemo_prorl.algorithms.entropy import AdaptiveEntropy
+from nemo_prorl import rank
 from nemo_prorl.batch import JudgedGroups
-from nemo_prorl.config import Config, num_ranks
+from nemo_prorl.config import Config
 from nemo_prorl.leader import Leader
 from nemo_prorl.lifecycle import retention
 from nemo_prorl.lifecycle.batches import read_batch
 from nemo_prorl.lifecycle.journal_events import Reset
 from nemo_prorl.lifecycle.ledger import Ledger
-from nemo_prorl.lifecycle.resets import Resets
 from nemo_prorl.lifecycle.run_records import Records, write_rollouts
-from nemo_prorl.lifecycle.tolerances import kl_after_reset
 from nemo_prorl.metrics import Metrics
-from nemo_prorl.sizing.flops import UpdateSpeed
-from nemo_prorl.sizing.memory import ModelShape
-from nemo_prorl.trainer import Trainer, TrainerState, advantages
+from nemo_prorl.trainer import RunProgress, Trainer, advantages
 
-PLAN = "replay.json"
+SPEC_FILE = "replay.json"
 POLICY, OLDER = "policy", "older"  # folders of an audit: the weights before the step, and before the step before
 LOGPROBS = "logprobs.safetensors"
 
 
 @dataclass(frozen=True)
-class ReplayPlan:
+class ReplaySpec:
     """What to train again.
 
     `checkpoint`: of the run; None: from the weights that the run began with.  `before`: step of these weights.
@@ -60,12 +54,12 @@ class ReplayPlan:
     audit: bool = False
 
     def write(self, folder: Path) -> None:
-        (folder / PLAN).write_text(json.dumps(asdict(self)))
+        (folder / SPEC_FILE).write_text(json.dumps(asdict(self)))
 
     @classmethod
-    def read(cls, folder: Path) -> "ReplayPlan":
-        plan = json.loads((folder / PLAN).read_text())
-        return cls(**{**plan, "resets": {int(step): reset for step, reset in plan["resets"].items()}})
+    def read(cls, folder: Path) -> "ReplaySpec":
+        spec = json.loads((folder / SPEC_FILE).read_text())
+        return cls(**{**spec, "resets": {int(step): reset for step, reset in spec["resets"].items()}})
 
 
 @dataclass(frozen=True)
@@ -95,57 +89,36 @@ class StoredRollouts:
         return judged.for_ranks(self.cfg.trainer.grpo.updates_per_step, self.policy.data_ranks.size)
 
 
-def build(cfg: Config, folder: Path, policy: Any, plan: ReplayPlan) -> Trainer:
+def build(cfg: Config, folder: Path, policy: Any, spec: ReplaySpec) -> Trainer:
     """Build the parts of a trainer that its `train_step` uses.  A collective."""
     actor, leader, nothing = policy.actor, policy.leader, None  # type: Any, Leader, Any
     records = Records(cfg, folder, leader.rank == 0)
     ledger = Ledger(folder, leader.rank == 0, actor)
-    ledger.chain = plan.chain
-    rollouts: Any = StoredRollouts(cfg, Path(plan.run_dir), actor, ledger, leader)
-    allowed = kl_after_reset(cfg)  # type: ignore[arg-type]
-    resets = Resets(
-        cfg.trainer.resets, allowed, actor, rollouts=rollouts, validation=nothing, records=records, leader=leader
-    )
-    shape = ModelShape.of(OmegaConf.create(cfg.model), actor.shape.vocab)
-    return Trainer(
-        cfg=cfg,
-        policy=actor,
-        progress=TrainerState(step=plan.before),
-        rollouts=rollouts,
-        validation=nothing,
-        resets=resets,
-        trials=nothing,
-        checkpoints=nothing,
-        control=nothing,
-        records=records,
-        stopping=nothing,
-        entropy=AdaptiveEntropy(cfg.trainer.grpo.adaptive_entropy),
-        speed=UpdateSpeed(shape, num_ranks(cfg), device.card()),
-        traces=nothing,
-        watchdog=nothing,
-        leader=leader,
-        ledger=ledger,
-    )
+    ledger.chain = spec.chain
+    rollouts: Any = StoredRollouts(cfg, Path(spec.run_dir), actor, ledger, leader)
+    given: dict[str, Any] = {"rollouts": rollouts, "validation": nothing, "records": records}
+    unused = dict.fromkeys(("trials", "checkpoints", "control", "stopping", "traces", "watchdog"), nothing)
+    return Trainer(**rank.step_parts(cfg, policy, RunProgress(step=spec.before), **given), **unused, ledger=ledger)
 
 
 def replay(cfg: Config, folder: Path) -> None:
-    """Load the weights before the first step, and train the steps of the plan with their stored batches."""
-    plan = ReplayPlan.read(folder)
+    """Load the weights before the first step, and train the steps of replay.json with their stored batches."""
+    spec = ReplaySpec.read(folder)
     policy = rank.Policy(cfg, folder)
-    trainer, store = build(cfg, folder, policy, plan), policy.store(cfg)
-    if plan.checkpoint is not None:
-        state = store.load(Path(plan.checkpoint))
+    trainer, store = build(cfg, folder, policy, spec), policy.checkpoint_files(cfg)
+    if spec.checkpoint is not None:
+        state = store.load(Path(spec.checkpoint))
         trainer.entropy.load_state_dict(state["entropy"])
         trainer.resets.done, trainer.resets.fresh = list(state["resets"]["done"]), bool(state["resets"]["fresh"])
-    checkpoints = Path(plan.run_dir) / "checkpoints"
-    for step in range(plan.before + 1, plan.last + 1):
-        if plan.audit and step == plan.last - 1:
+    checkpoints = Path(spec.run_dir) / "checkpoints"
+    for step in range(spec.before + 1, spec.last + 1):
+        if spec.audit and step == spec.last - 1:
             rank.write_policy(policy, folder / OLDER)
-        if plan.audit and step == plan.last:
+        if spec.audit and step == spec.last:
             write_evidence(cfg, folder, policy, trainer.rollouts, step)
         metrics = trainer.train_step(step)
         trainer.records.log(metrics)
-        if (reset := plan.resets.get(step)) is not None:
+        if (reset := spec.resets.get(step)) is not None:
             trainer.resets.repeat(reset, lambda back_to: store.load_policy(retention.step_folder(checkpoints, back_to)))
 
 

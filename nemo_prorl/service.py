@@ -4,17 +4,24 @@ A service writes an endpoint file once it is ready.  All services of a run need 
 """
 
 import hmac
+import http.client
+import json
+import os
 import socket
 import stat
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.files import read_object
 
 _LONGEST_PAUSE_S = 5.0
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a run's processes need no proxy
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,11 @@ class ServiceEndpoint:
             )
         except (KeyError, TypeError, ValueError):
             return None
+
+
+def is_own(file: Path) -> bool:
+    """Return whether this process wrote the endpoint file; False if it is missing, or of a successor."""
+    return (endpoint := ServiceEndpoint.read(file)) is not None and endpoint.pid == os.getpid()
 
 
 def endpoints_in(folder: Path, pattern: str = "*.json") -> Iterator[ServiceEndpoint]:
@@ -98,6 +110,22 @@ def read_token(path: str | Path) -> str:
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise ConfigError(f"token file {file}: other users can read it.  Fix: chmod 600 {file}")
     return token
+
+
+def ask(url: str, token: str, timeout_s: float, body: Any = None) -> bytes:
+    """Return the reply of a service of this run: to a GET, or to a POST of `body` as JSON.
+
+    Raises OSError if it does not answer with status 200; `timeout_s` limits each wait.
+    """
+    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        with _DIRECT.open(urllib.request.Request(url, data, headers), timeout=timeout_s) as reply:
+            return bytes(reply.read())
+    except urllib.error.HTTPError as error:
+        raise ConnectionError(f"HTTP {error.code}: {error.read(200).decode(errors='replace')}") from error
+    except (http.client.HTTPException, ValueError) as error:
+        raise ConnectionError(f"{type(error).__name__}: {error}") from error
 
 
 def is_authorized(header: str | None, token: str) -> bool:

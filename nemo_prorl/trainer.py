@@ -74,7 +74,7 @@ class ProgressState(TypedDict):
 
 
 @dataclass
-class TrainerState:
+class RunProgress:
     """The progress of a run, saved in each checkpoint."""
 
     step: int = 0  # last step whose batch was collected; in a checkpoint, its updates are made
@@ -108,7 +108,7 @@ class Trainer:
 
     cfg: Config
     policy: Any  # a policy.actor.Actor: log-probabilities, updates, weights, reference
-    progress: TrainerState
+    progress: RunProgress
     rollouts: "Rollouts"
     validation: "Validation"
     resets: "Resets"

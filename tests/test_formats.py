@@ -17,7 +17,7 @@ import torch
 from nemo_prorl.data.records import validate_record
 from nemo_prorl.errors import DataError, ProrlError
 from nemo_prorl.rewards.interface import RewardRequest, RewardResult, failed_verdict, verdict_of
-from nemo_prorl.rollout.engine_load import EngineLoad
+from nemo_prorl.rollout.open_responses import OpenResponses
 from nemo_prorl.sizing.flops import UpdateSpeed
 from nemo_prorl.sizing.memory import ModelShape
 from tests.test_docs import ROOT, blocks, inline_code, prose
@@ -359,7 +359,7 @@ def metrics_line() -> dict[str, Any]:
     for key in set().union(*map(literal_keys, writers)):
         if key not in metrics.as_json():
             metrics.put(key, 0.5)
-    load = EngineLoad(1)
+    load = OpenResponses(1)
     load.begin()
     load.kv_cache_used(0.5, 1)
     metrics.add("time/rollout", load.end())
@@ -549,7 +549,7 @@ def test_state_fits(tmp_path: Path) -> None:
     from nemo_prorl.lifecycle.checkpoints import GROUPS
     from nemo_prorl.lifecycle.run_records import code_sha256
     from nemo_prorl.metrics import Metrics
-    from nemo_prorl.trainer import TrainerState
+    from nemo_prorl.trainer import RunProgress
     from tests.lifecycle.parts import NoCheckpoints, Parts
 
     blend = Blend([(DataSource(name="sums"), [RECORD, {**RECORD, "id": "a-2"}])], seed=1, retire_after=1)
@@ -564,13 +564,13 @@ def test_state_fits(tmp_path: Path) -> None:
         "code": code_sha256(),
         "functions": {},
         "files": {GROUPS: SHA},
-        "trainer": TrainerState(2).state_dict(),
+        "trainer": RunProgress(2).state_dict(),
         **{name: getattr(parts, name).state_dict() for name in ("records", "validation", "resets")},
         "prompts": blend.state_dict(),
         "rollouts": {"surplus": [3], "draws": 4, "keep_rates": rates.state_dict()},
         "entropy": AdaptiveEntropy(GRPOConfig().adaptive_entropy).state_dict(),
     }
-    assert against("state", {**state, "trainer": TrainerState(3, Metrics(3, "none")).state_dict()}) == []
+    assert against("state", {**state, "trainer": RunProgress(3, Metrics(3, "none")).state_dict()}) == []
     assert against("state", state) == []
     assert against("state", {**state, "format": 3})
     assert against("state", {k: v for k, v in state.items() if k != "rollouts"})

@@ -180,10 +180,10 @@ def test_an_engine_that_leaks_at_each_load_misses_the_gate(tmp_path: Path) -> No
 
 def forgetful(settings: Settings, folder: Path, saved: Path) -> dict[str, Any]:
     """Go on from the checkpoint, but with new moments of Adam."""
-    from nemo_prorl.policy.checkpoint_files import PolicyStore
+    from nemo_prorl.policy.checkpoint_files import CheckpointFiles
 
     actor, cfg = real.build(settings, folder, "deterministic=true")
-    PolicyStore(actor).load(saved)
+    CheckpointFiles(actor).load(saved)
     actor.reset_optimizer()
     return resume.updates(settings, actor, cfg)
 

@@ -16,53 +16,53 @@ from nemo_prorl.algorithms.entropy import AdaptiveEntropy
 from nemo_prorl.batch import Batch, JudgedGroups
 from nemo_prorl.errors import EngineFailure
 from nemo_prorl.micro_batches import Limits
-from nemo_prorl.preflight import Plan, TrialRecorder, check_full, measure, random_groups, tried_rows
+from nemo_prorl.preflight import PreflightSizes, TrialRecorder, check_full, measure, random_groups, tried_rows
 from nemo_prorl.rollout.endpoints import Response, SamplingParams
-from nemo_prorl.trainer import Trainer, TrainerState, policy_loss
+from nemo_prorl.trainer import RunProgress, Trainer, policy_loss
 from tests.lifecycle.parts import leader
 
 SMALL = ["trainer.grpo.prompts_per_step=8", "trainer.grpo.samples_per_prompt=4", "rollout.max_num_seqs=6"]
 FOLDER = "pretrained_checkpoint.restore_from_path=null"
 
 
-def plan_of(*overrides: str, rows: int | None = None) -> Plan:
+def sizes_of(*overrides: str, rows: int | None = None) -> PreflightSizes:
     cfg: Any = settings.load([*overrides])
-    return Plan.of(cfg, rows)
+    return PreflightSizes.of(cfg, rows)
 
 
 def records(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / f"preflight-{rank}.jsonl").read_text().splitlines()]
 
 
-def test_the_plan_is_that_of_the_whole_run_and_of_one_of_its_nodes() -> None:
-    plan = plan_of("cluster=h100_4x8", FOLDER)
-    assert (plan.data_ranks, plan.rows, plan.tried_rows) == (32, 256 // 4 * 16 // 32, 32)
-    assert (plan.engines, plan.all_engines, plan.sequences) == (8, 32, 256 * 16 // 32)
-    assert (plan.context, plan.response, plan.generated) == (8192, 8191, 64)
-    assert plan.tried_prompts == 256
+def test_the_sizes_are_those_of_the_whole_run_and_of_one_of_its_nodes() -> None:
+    sizes = sizes_of("cluster=h100_4x8", FOLDER)
+    assert (sizes.data_ranks, sizes.rows, sizes.tried_rows) == (32, 256 // 4 * 16 // 32, 32)
+    assert (sizes.engines, sizes.all_engines, sizes.sequences) == (8, 32, 256 * 16 // 32)
+    assert (sizes.context, sizes.response, sizes.generated) == (8192, 8191, 64)
+    assert sizes.tried_prompts == 256
 
 
 def test_fewer_rows_need_fewer_prompts_which_still_make_them() -> None:
-    plan = plan_of("cluster=h100_4x8", FOLDER, rows=3)
-    assert (plan.rows, plan.tried_rows) == (32, 3)
-    assert plan.tried_prompts == 6 * 4  # 3 rows of 32 ranks are 6 prompts' responses, in each of 4 updates
-    small = plan_of(*SMALL, rows=3)
+    sizes = sizes_of("cluster=h100_4x8", FOLDER, rows=3)
+    assert (sizes.rows, sizes.tried_rows) == (32, 3)
+    assert sizes.tried_prompts == 6 * 4  # 3 rows of 32 ranks are 6 prompts' responses, in each of 4 updates
+    small = sizes_of(*SMALL, rows=3)
     assert [len(rows.batch()) for rows in tried_rows(small, random_groups(small, 50, 1))] == [3] * small.data_ranks
-    assert plan_of(*SMALL, rows=10**6).tried_rows == plan_of(*SMALL).rows
+    assert sizes_of(*SMALL, rows=10**6).tried_rows == sizes_of(*SMALL).rows
 
 
-def test_a_plan_passes_through_its_file(tmp_path: Path) -> None:
-    plan = plan_of(*SMALL)
-    plan.write(tmp_path)
-    assert Plan.read(tmp_path) == plan
+def test_the_sizes_pass_through_their_file(tmp_path: Path) -> None:
+    sizes = sizes_of(*SMALL)
+    sizes.write(tmp_path)
+    assert PreflightSizes.read(tmp_path) == sizes
 
 
 def test_every_made_up_response_fills_the_context() -> None:
-    plan = plan_of(*SMALL)
-    groups = random_groups(plan, 50, 1)
+    sizes = sizes_of(*SMALL)
+    groups = random_groups(sizes, 50, 1)
     batch = JudgedGroups.of(groups).batch()
-    assert batch.tokens_BT.shape == (8 * 4, plan.context)
-    assert batch.length_B.tolist() == [plan.context] * 32
+    assert batch.tokens_BT.shape == (8 * 4, sizes.context)
+    assert batch.length_B.tolist() == [sizes.context] * 32
     assert batch.mask_BT.sum(dim=1).tolist() == [16] * 32  # trainer.grpo.max_response_tokens of the laptop
     assert 0 <= int(batch.tokens_BT.min()) <= int(batch.tokens_BT.max()) < 50
     assert not any(ended for group in groups for ended in group.finished)
@@ -128,7 +128,7 @@ class Parts:
         (folder / "endpoints").mkdir()
         (folder / "endpoints" / "token").touch(0o600)
         (folder / "endpoints" / "token").write_text("t" * 16)
-        Plan.of(self.cfg).write(folder)
+        PreflightSizes.of(self.cfg).write(folder)
 
     def note(self, name: str) -> Any:
         return lambda *arguments, **named: self.calls.append((name, *arguments, *named.values()))
@@ -137,7 +137,7 @@ class Parts:
         self.calls.append(("build",))
         alone, none = leader(), cast(Any, None)
         store = SimpleNamespace(load=self.note("load"))
-        checkpoints = SimpleNamespace(save=self.note("save"), policy=store, newest=lambda: Path("newest"))
+        checkpoints = SimpleNamespace(save=self.note("save"), files=store, newest=lambda: Path("newest"))
         rollouts = SimpleNamespace(
             publish=self.note("publish"), sleep=self.note("sleep"), collector=alone.only(lambda: "a collector")
         )
@@ -158,7 +158,7 @@ class Parts:
             alone,
             none,
         ]
-        return Trainer(cfg, Policy(self.calls), TrainerState(), *parts)
+        return Trainer(cfg, Policy(self.calls), RunProgress(), *parts)
 
 
 class Pool:

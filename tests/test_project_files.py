@@ -1,5 +1,6 @@
 """The files for people who join: links, commands, forms and hooks of CONTRIBUTING and its neighbours."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -22,7 +23,7 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
     assert links
     for link in links:
         path, _, anchor = link.partition("#")
-        target = page.parent / path
+        target = page.parent / path if path else page
         assert target.exists(), link
         headings = re.findall(r"^#+ (.+)$", target.read_text(), re.M) if anchor else []
         anchors = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
@@ -39,6 +40,27 @@ def test_make_targets_and_paths_exist(page: Path) -> None:
         first = code.split("/")[0]
         if first in folders and re.fullmatch(r"[\w./*-]+", code) and "NAME" not in code:
             assert list(ROOT.glob(code)), code
+
+
+def test_names_in_the_guide_are_in_the_file_beside_them() -> None:
+    """Each "`NAME` in [file](path)" of CONTRIBUTING, and one at least in each row of "Where things happen"."""
+    page, named = (ROOT / "CONTRIBUTING.md").read_text(), re.compile(r"`([\w.]+)` in\s\[[^]]+\]\(([\w/]+\.py)\)")
+    rows = page.split("## Where things happen")[1].split("|---|---|\n")[1].split("\n\n")[0].splitlines()
+    assert [row for row in rows if not named.search(row) and "](#" not in row] == []
+    wrong = [f"{file}: {name}" for name, file in named.findall(page) if not defines((ROOT / file).read_text(), name)]
+    assert wrong == []
+
+
+def defines(source: str, name: str) -> bool:
+    """Whether a module defines or assigns a name; CLASS.METHOD is a method."""
+    nodes = ast.parse(source).body
+    for part in name.split("."):
+        targets = [(getattr(one, "targets", None) or [getattr(one, "target", one)])[0] for one in nodes]
+        names = [getattr(one, "name", None) or getattr(one, "id", None) for one in targets]
+        if part not in names:
+            return False
+        nodes = getattr(nodes[names.index(part)], "body", [])
+    return True
 
 
 def test_scripts_of_the_guide_exist() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from nemo_prorl.lifecycle.bottleneck import bottleneck
 from nemo_prorl.lifecycle.step_traces import StepTraces
-from nemo_prorl.rollout.engine_load import EngineLoad
+from nemo_prorl.rollout.open_responses import OpenResponses
 from nemo_prorl.tracing import RECORDER, Recorder, answer, lanes, timeline
 from tests.test_formats import against  # the schemas' own checker
 
@@ -135,7 +135,7 @@ def test_a_step_s_trace_has_the_spans_of_services_and_of_all_ranks(tmp_path: Pat
     assert not against("trace", told)
     assert told["otherData"]["processes"] == ["engine-0", "trainer-0", "trainer-1"]
     assert list(told["otherData"]["missing"]) == ["rewards-0"]
-    assert told["otherData"]["missing"]["rewards-0"].startswith("HTTP 403: ")
+    assert told["otherData"]["missing"]["rewards-0"].startswith("ConnectionError: HTTP 403: ")
     assert told["otherData"]["clock_offset_s"]["far"] == pytest.approx(100.0, abs=5.0)
     assert {"updates", "rollout", "generate"} < spans_of(told).keys()
     assert Service.asked == [True, True, False, False]
@@ -163,8 +163,8 @@ def test_the_trace_of_a_step_is_written_before_the_next_one_is_recorded(tmp_path
 def test_the_tail_of_a_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two engines with 50 responses each for 6 s; the last 2 of 100 take 4 s more, on one of them."""
     now = [0.0]
-    monkeypatch.setattr("nemo_prorl.rollout.engine_load.time.monotonic", lambda: now[0])
-    load = EngineLoad(2)
+    monkeypatch.setattr("nemo_prorl.rollout.open_responses.time.monotonic", lambda: now[0])
+    load = OpenResponses(2)
     load.begin()
     for engine in ("engine-0", "engine-1"):
         load.changed(engine, 50)
@@ -184,8 +184,8 @@ def test_the_tail_of_a_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_single_response_has_no_tail(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("nemo_prorl.rollout.engine_load.time.monotonic", lambda: now[0])
-    load = EngineLoad(2)
+    monkeypatch.setattr("nemo_prorl.rollout.open_responses.time.monotonic", lambda: now[0])
+    load = OpenResponses(2)
     load.begin()
     for seconds, by in ((1.0, 1), (5.0, -1)):
         now[0] = seconds
@@ -198,8 +198,8 @@ def test_a_single_response_has_no_tail(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_time_without_an_engine_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of four is gone for 5 s of this rollout, and told twice; another fails and is gone at its end."""
     now = [0.0]
-    monkeypatch.setattr("nemo_prorl.rollout.engine_load.time.monotonic", lambda: now[0])
-    load = EngineLoad(4)
+    monkeypatch.setattr("nemo_prorl.rollout.open_responses.time.monotonic", lambda: now[0])
+    load = OpenResponses(4)
     load.lost("engine-2")
     now[0] = 10.0
     load.begin()

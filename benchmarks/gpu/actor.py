@@ -109,12 +109,12 @@ def reset_save_load(emit: Emit, actor: Any, cfg: Any, settings: Settings, batch:
     batch = real.with_logprobs(batch, old_BT, ref_BT)
     saved = folder / "step-000001"
     with peak_bytes(settings.device) as taken:
-        checkpoint_files.PolicyStore(actor).save(saved, {"step": 1})
+        checkpoint_files.CheckpointFiles(actor).save(saved, {"step": 1})
     emit(f"taken while {SAVING}", measured_bytes=taken[0], planned_bytes=MOST_BESIDE_ENGINES)
     size = sum(file.stat().st_size for file in saved.iterdir())
     emit("saved after the reset", size_bytes=size)
     onward = update(batch)["grad_norm"], actor.weights_sha256()
-    checkpoint_files.PolicyStore(actor).load(saved)
+    checkpoint_files.CheckpointFiles(actor).load(saved)
     again = update(batch)["grad_norm"], actor.weights_sha256()
     emit(
         "loaded, and the same update again",

@@ -25,20 +25,20 @@ def run(emit: Emit, settings: Settings) -> None:
 
 def undisturbed(settings: Settings, folder: Path, saved: Path) -> dict[str, Any]:
     """Make the updates before and after the checkpoint `saved`; return what the later ones led to."""
-    from nemo_prorl.policy.checkpoint_files import PolicyStore
+    from nemo_prorl.policy.checkpoint_files import CheckpointFiles
 
     actor, cfg = real.build(settings, folder, "deterministic=true")
     updates(settings, actor, cfg)
-    PolicyStore(actor).save(saved, {"step": 1})
+    CheckpointFiles(actor).save(saved, {"step": 1})
     return updates(settings, actor, cfg)
 
 
 def resumed(settings: Settings, folder: Path, saved: Path) -> dict[str, Any]:
     """Make the updates after the checkpoint `saved`; return what they led to."""
-    from nemo_prorl.policy.checkpoint_files import PolicyStore
+    from nemo_prorl.policy.checkpoint_files import CheckpointFiles
 
     actor, cfg = real.build(settings, folder, "deterministic=true")
-    PolicyStore(actor).load(saved)
+    CheckpointFiles(actor).load(saved)
     return updates(settings, actor, cfg)
 
 

@@ -141,18 +141,18 @@ def judge_interfaces(environment: Mapping[str, str], there: Collection[str]) -> 
 
 def judge_allocation(environment: Mapping[str, str], cfg: DictConfig) -> Iterator[Check]:
     """Compare the Slurm job of this process, as its environment describes it, with the needs of the configuration."""
-    plan, nodes = allocation(cfg), _number(environment, "SLURM_JOB_NUM_NODES")
+    needs, nodes = allocation(cfg), _number(environment, "SLURM_JOB_NUM_NODES")
     gpus, cores = gpus_on_node(environment), _number(environment, "SLURM_CPUS_ON_NODE")
     job = f"job {environment['SLURM_JOB_ID']}: {nodes} nodes; on this node {gpus} GPUs and {cores} cores"
-    faults = allocation_faults(plan, plan["num_nodes"] if nodes is None else nodes, gpus)
+    faults = allocation_faults(needs, needs["num_nodes"] if nodes is None else nodes, gpus)
     wrong = [Check("slurm", "fail", f"{job}; {fault}", cure) for fault, cure in faults]
-    processes = cfg.trainer.devices + cfg.rollout.engines // plan["num_nodes"]
+    processes = cfg.trainer.devices + cfg.rollout.engines // needs["num_nodes"]
     if cores is not None and cores < processes + cfg.rewards.workers:
         text = f"{job}; {processes} ranks and engines and rewards.workers={cfg.rewards.workers} share these cores"
         cure = "request --exclusive or more --cpus-per-task, or lower rewards.workers"
         wrong.append(Check("slurm", "warn", text, cure))
-    needs = f"trainer.num_nodes={plan['num_nodes']} x {plan['devices_words']}"
-    yield from wrong or [Check("slurm", "pass", f"{job}; the run needs {needs}")]
+    wanted = f"trainer.num_nodes={needs['num_nodes']} x {needs['devices_words']}"
+    yield from wrong or [Check("slurm", "pass", f"{job}; the run needs {wanted}")]
 
 
 def _number(environment: Mapping[str, str], key: str) -> int | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 from omegaconf import DictConfig
 
+from nemo_prorl.files import flush_to_disk
 from nemo_prorl.launcher.doctor.check import GB, Check, gb
 from nemo_prorl.sizing.memory import Memory, memory_of
 
@@ -144,15 +145,9 @@ def _fault(trial: Callable[[Path], str], folder: Path) -> str:
 
 def _sync(folder: Path) -> str:
     """Test fsync of a new file and of its folder, which checkpoints need.  Returns ""; raises OSError on failure."""
-    with (folder / "synced").open("w") as file:
-        file.write("x" * 4096)
-        file.flush()
-        os.fsync(file.fileno())
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    (folder / "synced").write_text("x" * 4096)
+    flush_to_disk(folder / "synced")
+    flush_to_disk(folder)
     return ""
 
 

@@ -27,7 +27,7 @@ from nemo_prorl.sizing.memory import Memory, memory_of
 
 if TYPE_CHECKING:
     from nemo_prorl.config import Config
-    from nemo_prorl.preflight import Plan
+    from nemo_prorl.preflight import PreflightSizes
 
 # `launcher.one_node.preflight`: (configuration, it as YAML, receiver of failures) -> exit code of the trainer.
 TryStep = Callable[[DictConfig, str, Events], int]
@@ -85,21 +85,21 @@ class TrialOutcome:
 
 def check_step(cfg: DictConfig, try_step: TryStep, rows: int | None = None) -> Iterator[Check]:
     """Run one step and judge it.  `rows`: use only this many rows of each rank's update; None: use all rows."""
-    from nemo_prorl.preflight import Plan
+    from nemo_prorl.preflight import PreflightSizes
 
-    plan = Plan.of(cast("Config", cfg), rows)
+    sizes = PreflightSizes.of(cast("Config", cfg), rows)
     try:
         beside = nearest(Path(cfg.run_dir).absolute())
         with _trial_folder(beside) as folder:
             trial = trial_config(cfg, folder)
-            outcome = _try(trial, plan, folder, try_step)
+            outcome = _try(trial, sizes, folder, try_step)
             if outcome.failures and (folder / "logs" / "all.log").is_file():
                 outcome.log = beside / LOG
                 shutil.copy(folder / "logs" / "all.log", outcome.log)
     except (ProrlError, OSError) as error:
         yield Check("preflight", "fail", disk_full(error) or str(error), _SAME_FAILURE)
         return
-    yield from judge(outcome, plan, trial, memory_of(trial))
+    yield from judge(outcome, sizes, trial, memory_of(trial))
 
 
 def trial_config(cfg: DictConfig, folder: Path) -> DictConfig:
@@ -179,14 +179,14 @@ def _watched_memory(outcome: TrialOutcome) -> Iterator[None]:
         thread.join()
 
 
-def _try(trial: DictConfig, plan: "Plan", folder: Path, try_step: TryStep) -> TrialOutcome:
+def _try(trial: DictConfig, sizes: "PreflightSizes", folder: Path, try_step: TryStep) -> TrialOutcome:
     """Run the trial and return its outcome.
 
     Errors before any process has started (such as a bad configuration) are raised; later failures are in the outcome.
     """
     from nemo_prorl.settings import resolved_yaml
 
-    plan.write(folder)
+    sizes.write(folder)
     events, outcome = _FailureList(folder), TrialOutcome([])
     with _watched_memory(outcome):
         code = try_step(trial, resolved_yaml(trial), events)
@@ -198,7 +198,7 @@ def _try(trial: DictConfig, plan: "Plan", folder: Path, try_step: TryStep) -> Tr
 # --- judging ---------------------------------------------------------------------------------------------------------
 
 
-def judge(outcome: TrialOutcome, plan: "Plan", trial: DictConfig, memory: Memory) -> Iterator[Check]:
+def judge(outcome: TrialOutcome, sizes: "PreflightSizes", trial: DictConfig, memory: Memory) -> Iterator[Check]:
     """Return the checks of a trial: failure, memory of the devices and the host, and time of a step.
 
     Args:
@@ -214,7 +214,7 @@ def judge(outcome: TrialOutcome, plan: "Plan", trial: DictConfig, memory: Memory
     if trial.trainer.accelerator == "gpu":
         yield judge_device(parts, memory)
     yield judge_host(outcome, parts, trial.trainer.devices)
-    yield Check("preflight", "pass", estimate(parts, plan))
+    yield Check("preflight", "pass", estimate(parts, sizes))
 
 
 def parts_of(ranks: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
@@ -314,19 +314,19 @@ def judge_host(outcome: TrialOutcome, parts: Mapping[str, Mapping[str, Any]], de
     return Check("preflight", "pass", text)
 
 
-def estimate(parts: Mapping[str, Mapping[str, Any]], plan: "Plan") -> str:
+def estimate(parts: Mapping[str, Mapping[str, Any]], sizes: "PreflightSizes") -> str:
     """Return a sentence that estimates the seconds of a step whose responses all fill the context.
 
     The rollout's time is an upper bound, because the trial measures only the last tokens of the context, which take
     longest.
     """
     generated = parts["generate"]["tokens"] / max(parts["generate"]["seconds"], 1e-9)
-    nodes = plan.all_engines / plan.engines
-    rollout = plan.prompts * plan.samples * plan.response / nodes / generated
-    step_rows = plan.rows * plan.updates
+    nodes = sizes.all_engines / sizes.engines
+    rollout = sizes.prompts * sizes.samples * sizes.response / nodes / generated
+    step_rows = sizes.rows * sizes.updates
     scoring = sum(parts[name]["seconds"] / parts[name]["rows"] * step_rows for name in ("logprobs", "reference"))
     updates = parts["update"]["seconds"] / parts["update"]["rows"] * step_rows
-    rest = parts["publish"]["seconds"] + parts["batch"]["seconds"] * plan.prompts / plan.tried_prompts
+    rest = parts["publish"]["seconds"] + parts["batch"]["seconds"] * sizes.prompts / sizes.tried_prompts
     total = rollout + scoring + updates + rest
     return (
         f"estimate: a step whose responses all fill the context takes at most about {total:,.0f} s: rollout"

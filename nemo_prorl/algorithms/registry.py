@@ -1,6 +1,7 @@
 """Functions that a configuration chooses by name.  No torch is imported here.
 
-Those that come with the project are in `objectives` (losses), `advantages` and `reset_rules`.
+Those that come with the project are in `objectives` (losses), `advantages` and `reset_rules`.  Those of the user are
+named FILE.py:FUNCTION or MODULE:FUNCTION, and imported by `own_functions`.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""The values of NeMo's `model` section that follow from a Hugging Face config.json.
+"""The values of NeMo's `model` section that follow from a Hugging Face config.json, for the families in ARCHITECTURES.
 
 Uses the standard library only, so that an unsupported model is refused before a GPU is allocated.
 """

@@ -281,13 +281,11 @@ def table(comparison: EvaluationComparison) -> str:
         rows = [["", "reward", *(f"pass@{k}" for k in ks)]]
         for model, its in entry["models"].items():
             rows.append([f"  {model}", percent(its["reward"]), *(percent(its["pass@k"].get(k)) for k in ks)])
-        for one in entry["differences"]:
-            cells = [_percent(one["pass@k"].get(k)) for k in ks]
-            rows.append([f"  {one['model']} - {comparison['base']}", _percent(one["reward"]), *cells])
+        shown = [(f"  {one['model']} - {comparison['base']}", one) for one in entry["differences"]]
         for category, part in entry.get("categories", {}).items():
-            for one in part["differences"]:
-                cells = [_percent(one["pass@k"].get(k)) for k in ks]
-                rows.append([f"    {category}: {one['model']}", _percent(one["reward"]), *cells])
+            shown += [(f"    {category}: {one['model']}", one) for one in part["differences"]]
+        for label, one in shown:
+            rows.append([label, _percent(one["reward"]), *(_percent(one["pass@k"].get(k)) for k in ks)])
         text.append(columns(rows, right=range(1, len(rows[0]))).rstrip("\n"))
         text += [f"  {_summary(one, comparison['base'])}" for one in entry["differences"]]
     groups = dict(comparison["domains"])

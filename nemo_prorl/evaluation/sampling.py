@@ -50,7 +50,7 @@ def seed_of(run_seed: int, record: Mapping[str, Any], sample: int) -> int:
     return response_seed(run_seed, str(record["prompt"]), 0, sample)
 
 
-def plan(parts: Sequence[BenchmarkWork], source: ResponseSource | None) -> list[PromptWork]:
+def missing_work(parts: Sequence[BenchmarkWork], source: ResponseSource | None) -> list[PromptWork]:
     """Return each prompt with its missing samples and verdicts.  Raises DataError for a prompt without room to respond.
 
     A verdict that the infrastructure failed to give counts as missing.  Without a source, no sample does.
@@ -103,7 +103,7 @@ async def sample_and_judge(
         num_engines: engines to start if anything has to be sampled; 0 for a model on a server.
     """
     try:
-        prompts = plan(parts, source)
+        prompts = missing_work(parts, source)
         to_draw, to_judge = sum(len(one.to_draw) for one in prompts), sum(len(one.to_judge) for one in prompts)
         stored = sum(len(one.store.lines) for one in parts)
         _log.info("%d responses are stored; %d to sample, %d to judge", stored, to_draw, to_judge)
@@ -133,7 +133,7 @@ async def sample_and_judge(
 
 
 class Work:
-    """Samples and judges the responses of a plan.
+    """Samples and judges the responses that prompts lack.
 
     A response is stored once it has ended, and a verdict once it is known; a kill loses only unfinished work.
     """

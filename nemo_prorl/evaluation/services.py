@@ -1,4 +1,9 @@
-"""The reward server and engines of an evaluation, started by the same code as in a run, but without a trainer."""
+"""The reward server and engines of an evaluation, started by the same code as in a run, but without a trainer.
+
+Training and evaluation share: the supervisor that starts and restarts both (`launcher.supervisor.NodeSupervisor`), the
+client of the engines (`rollout.engines.EnginePool`), the reward server and its client (`rewards.client.RewardClient`),
+and the text of the prompts (`data.render.PromptRenderer`).
+"""
 
 import asyncio
 from collections.abc import Coroutine, Sequence

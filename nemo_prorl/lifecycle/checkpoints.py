@@ -28,7 +28,7 @@ from nemo_prorl.schema import Sha256
 from nemo_prorl.tracing import RECORDER
 
 if TYPE_CHECKING:
-    from nemo_prorl.policy.checkpoint_files import PolicyStore
+    from nemo_prorl.policy.checkpoint_files import CheckpointFiles
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class Checkpoints:
 
     cfg: Config
     folder: Path
-    policy: "PolicyStore"  # writes and loads the files of any checkpoint
+    files: "CheckpointFiles"  # writes and loads the files of any checkpoint
     parts: Mapping[str, Stateful]  # by their names in state.json, in the order of loading
     validation: Validation  # its scores decide which checkpoints are kept (`trainer.grpo.keep_best`)
     resets: Resets  # they decide which checkpoints a roll-back needs
@@ -121,7 +121,7 @@ class Checkpoints:
         """Load the policy and all parts as they were, also in a run that trains; return the state."""
         try:
             retention.check_continuable(folder)
-            state = self.policy.load(folder)
+            state = self.files.load(folder)
             groups = self.leader.only(lambda: retention.read_file(folder, GROUPS, state))
         except DamagedCheckpoint:
             if "SLURM_JOB_ID" in os.environ and retention.set_aside(folder):
@@ -149,7 +149,7 @@ class Checkpoints:
 
     def load_policy(self, step: int) -> None:
         """Load the weights of an earlier step of this run, for a roll-back."""
-        self.policy.load_policy(retention.step_folder(self.folder, step))
+        self.files.load_policy(retention.step_folder(self.folder, step))
 
     def has(self, step: int) -> bool:
         """Return whether the checkpoint of this step is complete and kept."""
@@ -198,7 +198,7 @@ class Checkpoints:
             needed=[*([best] if best is not None and roll_back else []), *self.resets.goes_back_to],
         )
         files = {GROUPS: self.parts["rollouts"].groups()}  # type: ignore[attr-defined]
-        self.policy.save(retention.step_folder(self.folder, step), state, retain, files)
+        self.files.save(retention.step_folder(self.folder, step), state, retain, files)
         self.records.checkpoint_s += time.monotonic() - began
 
     def _key(self, step: int) -> object:
@@ -211,4 +211,4 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Wait until the last checkpoint is complete.  Raises CheckpointError if a write failed."""
-        self.policy.wait()
+        self.files.wait()

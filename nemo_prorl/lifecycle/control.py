@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import ConfigError, DeadlineExceeded, ProrlError, RewardFailure
-from nemo_prorl.files import Tail, last_objects, write_json
+from nemo_prorl.files import Tail, last_objects, modified, write_json
 from nemo_prorl.lifecycle.journal_events import AnswerStatus, RequestKind
 from nemo_prorl.lifecycle.run_records import Journal
 from nemo_prorl.metrics import Metrics
@@ -112,7 +112,7 @@ class Requests:
         self._alarm = alarm
         self.folder.mkdir(exist_ok=True)
         (self.folder / "host").write_text(socket.gethostname() + "\n")
-        self._began = _modified(run_dir / ".lock")
+        self._began = modified(run_dir / ".lock", time.time())
         self._ended_cleanly = False
         self._answered: set[str] = set()
         self._begun_at: dict[str, int] = {}  # {request id: step after which its reset had begun}
@@ -137,7 +137,7 @@ class Requests:
         for request in self._read(step):
             if request.what == "reset" and request.id in made:
                 self.answer(request, step, "done", "the reset was made before the run was interrupted")
-            elif _modified(self._file(request)) > self._began:
+            elif modified(self._file(request), time.time()) > self._began:
                 continue  # placed while this process started: serve it
             elif self._ended_cleanly:
                 self.answer(request, step, "dropped", "the run had already ended when this request was placed")
@@ -308,14 +308,6 @@ def _content(path: Path) -> bytes:
         if not stat.S_ISREG(about.st_mode) or about.st_size > _MAX_BYTES:
             raise ValueError("expected a regular file of at most 64 KiB")
         return file.read(_MAX_BYTES)
-
-
-def _modified(path: Path) -> float:
-    """Return the modification time of a file, by the file system's clock; the present time if there is no such file."""
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return time.time()
 
 
 # --- the command's side ----------------------------------------------------------------------------------------------

@@ -17,12 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import DeadlineExceeded
 from nemo_prorl.files import write_json
-from nemo_prorl.service import ServiceEndpoint, read_token
+from nemo_prorl.service import ServiceEndpoint, ask, read_token
 from nemo_prorl.tracing import RECORDER, timeline
 
 _log = logging.getLogger(__name__)
@@ -149,16 +147,13 @@ def _ask_one(endpoints: Path, token: str, record: bool, seconds: float, name: st
         endpoint = ServiceEndpoint.read(endpoints / f"{name}.json")
         if endpoint is None:
             return f"{name}.json: no such endpoint file"
-        url, headers = endpoint.url + _PATHS[endpoint.kind], {"Authorization": f"Bearer {token}"}
         began = time.time()
-        with httpx.Client(headers=headers, timeout=seconds, trust_env=False) as client:
-            reply = client.post(url, json={"record": record})
+        answer: dict[str, Any] = json.loads(
+            ask(endpoint.url + _PATHS[endpoint.kind], token, seconds, {"record": record})
+        )
         ended = time.time()
-        if reply.status_code != 200:
-            return f"HTTP {reply.status_code}: {reply.text[:200]}"
-        answer: dict[str, Any] = reply.json()
         if "wall" in answer:
             answer["wall_offset"] = answer["wall"] - (began + ended) / 2
         return answer
-    except (OSError, ValueError, KeyError, httpx.HTTPError, httpx.InvalidURL) as error:
+    except (OSError, ValueError, KeyError) as error:
         return f"{type(error).__name__}: {error}"

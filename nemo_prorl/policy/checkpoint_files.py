@@ -12,7 +12,6 @@ checkpoints/step-000040/        complete once it has this name; written as step-
 import copy
 import hashlib
 import json
-import os
 import shutil
 import threading
 from collections.abc import Callable, Mapping
@@ -44,7 +43,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_distribu
 from nemo_prorl import device
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import CheckpointError, DamagedCheckpoint
-from nemo_prorl.files import TEMPORARY
+from nemo_prorl.files import TEMPORARY, flush_to_disk
 from nemo_prorl.lifecycle.killpoints import killpoint
 from nemo_prorl.lifecycle.retention import FORMAT, put_in_place, read_state
 from nemo_prorl.policy.actor import Actor, load_optimizer
@@ -218,10 +217,10 @@ class _Snapshot:
             files += [folder / name for name in ("common.pt", "metadata.json", *written, "state.json")]
             files.append(folder)
         for file in files:
-            _sync(file)
+            flush_to_disk(file)
 
 
-class PolicyStore:
+class CheckpointFiles:
     """A writer and loader of an actor's checkpoints; it writes one checkpoint at a time.
 
     With `background`, `save` returns after copying the tensors, and a thread writes them.  The thread's collectives
@@ -360,7 +359,7 @@ class PolicyStore:
         def complete() -> None:
             killpoint("checkpoint:rename")
             put_in_place(temporary, folder)
-            _sync(folder.parent)
+            flush_to_disk(folder.parent)
             killpoint("checkpoint:renamed")
             if on_complete is not None:
                 killpoint("checkpoint:prune")
@@ -445,15 +444,6 @@ def _write_file(path: Path, content: bytes) -> str:
     """Write a file and return its sha256."""
     path.write_bytes(content)
     return hashlib.sha256(content).hexdigest()
-
-
-def _sync(path: Path) -> None:
-    """Flush a file's content, or a folder's names, to the disk."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _with_type(error: BaseException) -> str:

@@ -6,7 +6,6 @@ made, how these are joined, and along which dimension the result is cut over ten
 """
 
 import hashlib
-import json
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,6 +21,7 @@ from nemo_prorl.data.hf_config import check_computed, read_config, rope_settings
 from nemo_prorl.data.model_folder import missing_weights, weights_fault
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.files import new_folder, write_json
+from nemo_prorl.rollout.weight_store import write_tensors
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,6 @@ def write_hf_folder(folder: Path, tensors: Iterator[tuple[str, Tensor]], like: P
     A rotary base that is only in rope_parameters (transformers 5) is written as rope_theta, too.
     """
     config = read_config(like)
-    layers = config["num_hidden_layers"]
     with new_folder(folder) as temporary:
         copy_without_weights(like, temporary)
         changed: dict[str, Any] = {}
@@ -253,9 +252,13 @@ def write_hf_folder(folder: Path, tensors: Iterator[tuple[str, Tensor]], like: P
             changed |= {"rope_scaling": rope} if rope.get("rope_type", "default") != "default" else {}
         if changed:
             write_json(temporary / "config.json", config | changed)
-        _write_safetensors(temporary / "model.safetensors", tensors, dtype, room=_HEADER_BYTES * (layers + 1))
+        cast = ((name, tensor.detach().to("cpu", dtype or tensor.dtype)) for name, tensor in tensors)
+        room = _HEADER_BYTES * (config["num_hidden_layers"] + 1)
+        with (temporary / "model.safetensors").open("wb") as file:
+            write_tensors(file, cast, room, lambda: {"format": "pt"})
 
 
+_HEADER_BYTES = 4096  # reserved in the header per layer, three times the need of a layer's twelve tensors
 _WEIGHTS = ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx"
 
 
@@ -265,29 +268,3 @@ def copy_without_weights(folder: Path, out: Path) -> None:
     for file in folder.iterdir():
         if file.is_file() and file.suffix not in _WEIGHTS and not file.name.endswith(".index.json"):
             shutil.copyfile(file, out / file.name)
-
-
-_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-_HEADER_BYTES = 4096  # reserved in the header per layer, three times the need of a layer's twelve tensors
-
-
-def _write_safetensors(file: Path, tensors: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None, room: int) -> None:
-    """Write a safetensors file with one tensor in memory at a time.
-
-    Args:
-        room: bytes reserved for the header before the tensors; unused bytes become blanks.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    with file.open("wb") as f:
-        f.seek(start := 8 + room)
-        for name, tensor in tensors:
-            data = tensor.detach().to("cpu", dtype or tensor.dtype).contiguous()
-            begin = f.tell() - start
-            f.write(data.view(torch.uint8).numpy().data)
-            offsets = [begin, f.tell() - start]
-            header[name] = {"dtype": _NAMES[data.dtype], "shape": list(data.shape), "data_offsets": offsets}
-        text = json.dumps(header).encode()
-        if len(text) > room:
-            raise ValueError(f"{file}: expected a header of at most {room} bytes; got {len(text)} bytes")
-        f.seek(0)
-        f.write(room.to_bytes(8, "little") + text.ljust(room))

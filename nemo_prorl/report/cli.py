@@ -21,12 +21,11 @@ def add_parser(commands: Any) -> None:
     text = "write one HTML file with a run, a chain of stages, or several of them side by side; needs no network; print"
     text += " the diary of a chain"
     parser = commands.add_parser("report", help=text, description=text)
-    parser.add_argument(
-        "runs", metavar="RUN", nargs="+", type=Path, help="run directory, or folder of a chain or of a fork"
-    )
+    add = parser.add_argument
+    add("runs", metavar="RUN", nargs="+", type=Path, help="run directory, or folder of a chain or of a fork")
     where = "file to write; default: report.html in the run directory, for several runs in this folder"
-    parser.add_argument("--out", metavar="FILE", type=Path, help=where)
-    parser.add_argument(
+    add("--out", metavar="FILE", type=Path, help=where)
+    add(
         "--evaluation",
         metavar="DIR",
         nargs="+",
@@ -35,22 +34,20 @@ def add_parser(commands: Any) -> None:
         help="evaluations to show: folders that prorl evaluate wrote",
     )
     many = f"responses in the sample browser; -1: all that fit; 0: none; default: {SAMPLES}"
-    parser.add_argument("--samples", metavar="N", type=int, default=SAMPLES, help=many)
-    parser.add_argument(
+    add("--samples", metavar="N", type=int, default=SAMPLES, help=many)
+    add(
         "--step",
         metavar="K",
         type=int,
         help="write the groups of a stored step instead, token by token; default of --out: step-K.html in RUN",
     )
-    parser.add_argument(
-        "--draw", metavar="D", nargs="+", type=int, default=[], help="groups of --step to show; default: the first"
-    )
-    parser.add_argument(
+    add("--draw", metavar="D", nargs="+", type=int, default=[], help="groups of --step to show; default: the first")
+    add(
         "--serve",
         action="store_true",
         help="serve the page on this machine instead, with new data while a run continues",
     )
-    parser.add_argument("--port", metavar="P", type=int, help="port of --serve; 0: any free port; default: 8642")
+    add("--port", metavar="P", type=int, help="port of --serve; 0: any free port; default: 8642")
     parser.set_defaults(run_command=run)
 
 

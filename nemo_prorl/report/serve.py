@@ -134,7 +134,7 @@ def serve(runs: list[Path], evaluations: list[Path], samples: int, port: int) ->
     source = PageSource(runs, evaluations, samples)
     with listen(port) as listener:
         source.data()  # raises before the start if arguments are wrong
-        before = signal.signal(signal.SIGTERM, _interrupt)  # before the address is printed
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # before the address is printed
         try:
             sys.stdout.write(f"http://127.0.0.1:{listener.getsockname()[1]}/\n")
             sys.stdout.flush()
@@ -145,7 +145,3 @@ def serve(runs: list[Path], evaluations: list[Path], samples: int, port: int) ->
         finally:
             signal.signal(signal.SIGTERM, before)
     return 0
-
-
-def _interrupt(_number: int, _frame: Any) -> None:
-    raise KeyboardInterrupt

@@ -11,7 +11,7 @@ from typing import Any
 
 from nemo_prorl.algorithms.paired import look
 from nemo_prorl.errors import ConfigError, UnfitMachine
-from nemo_prorl.files import shortened
+from nemo_prorl.files import modified, shortened
 from nemo_prorl.launcher.chain_slurm import JobState, job_states, read_record
 from nemo_prorl.launcher.formats import ChainEntry, ChainRecord
 from nemo_prorl.lifecycle.bottleneck import bottleneck
@@ -137,7 +137,7 @@ def _state(run: RunRecord, locked: bool, resumes: str) -> tuple[str, str]:
     if host not in ("", socket.gethostname()) and (end is None or (number(end.get("time")) or 0.0) < began):
         # Many file systems do not show locks of other machines.
         files = [*run.folder.glob("endpoints/usage-*.json"), run.folder / "metrics.jsonl", run.folder / ".lock"]
-        seconds = max(0.0, time.time() - max(_modified(file) for file in files))
+        seconds = max(0.0, time.time() - max(modified(file) for file in files))
         seen = f"last sign of life on {host} {seconds:.0f} s ago; "
         if seconds < _ALIVE_S:
             return "running", f"running; {seen}this machine does not see its lock"
@@ -171,15 +171,7 @@ def _last_start(run_dir: Path) -> tuple[str, float]:
         found = re.match(r"process \d+ on ([^\s,]+)", file.read_text())
     except (OSError, ValueError):
         found = None
-    return found[1] if found else "", _modified(file)
-
-
-def _modified(file: Path) -> float:
-    """Return the modification time of a file; 0 if it does not exist."""
-    try:
-        return file.stat().st_mtime
-    except OSError:
-        return 0.0
+    return found[1] if found else "", modified(file)
 
 
 def _launches(run: RunRecord) -> dict[str, Any]:

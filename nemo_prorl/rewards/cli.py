@@ -21,7 +21,7 @@ from nemo_prorl.errors import ConfigError, DataError, RewardFailure
 from nemo_prorl.rewards.discovery import discover, make_plugin
 from nemo_prorl.rewards.functions import absolute, settings_of
 from nemo_prorl.rewards.interface import RewardRequest
-from nemo_prorl.rewards.judging import RewardService, plan_pools
+from nemo_prorl.rewards.judging import RewardService, pool_specs
 from nemo_prorl.rewards.options import (
     add_server_arguments,
     add_settings,
@@ -214,7 +214,7 @@ async def _score(args: argparse.Namespace) -> int:
     registry = discover(functions=functions)
     tasks = sorted({request.task for request in requests})
     unsafe = args.unsafe_no_sandbox
-    specs = plan_pools(registry, tasks, args.workers, settings, unsafe_no_sandbox=unsafe, on_demand=streamed)
+    specs = pool_specs(registry, tasks, args.workers, settings, unsafe_no_sandbox=unsafe, on_demand=streamed)
     service = RewardService(specs, registry)
     scores: Counter[float | None] = Counter()
     first = ""  # why the first response has no score

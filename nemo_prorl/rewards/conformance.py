@@ -27,7 +27,7 @@ from nemo_prorl.errors import RewardFailure, UnfitMachine
 from nemo_prorl.rewards.conformance_cases import Case, TruthTrial, canary_cases, make_cases, truth_trials
 from nemo_prorl.rewards.discovery import Registry, discover
 from nemo_prorl.rewards.interface import Example, RewardPlugin, Verdict, one_line
-from nemo_prorl.rewards.judging import plan_pools
+from nemo_prorl.rewards.judging import pool_specs
 from nemo_prorl.rewards.pool import WALL_FACTOR, PluginPool, PoolSpec, worker_environment
 
 PROBE_S = 180.0  # seconds for the whole probe process
@@ -151,7 +151,7 @@ async def _run_checks(
     cases = [*make_cases(examples, plugin.tasks[0]), *canary_cases(plugin)]
     trial = _Trial(plugin, examples, cases, truth_trials(examples))
     try:
-        [trial.spec] = plan_pools(registry, plugin.tasks, 1, {plugin.name: settings})
+        [trial.spec] = pool_specs(registry, plugin.tasks, 1, {plugin.name: settings})
     except UnfitMachine as error:
         trial.unfit = str(error)
     trial.probe = _probe(trial, settings)

@@ -7,7 +7,11 @@
     rewards.functions.units=units.py:score
 
 With this setting the function judges the records of the task `units`.  It runs in a worker process, with the default
-time budget of a plugin.  Several functions with weights give their weighted mean:
+time budget of a plugin.  It gets there by name: `discovery.discover` registers a plugin with the name
+`units=units.py:score`, `judging.pool_specs` configures a pool for it, `pool._Worker` starts a process with this name as
+an argument, and `worker.load` imports the file there.
+
+Several functions with weights give their weighted mean:
 
     rewards.functions.units=units.py:score*0.9 + units.py:short*0.1
 """

@@ -30,7 +30,7 @@ def share_out(workers: int, plugins: list[str]) -> dict[str, int]:
     return {name: max(1, each + (index < more)) for index, name in enumerate(plugins)}
 
 
-def plan_pools(
+def pool_specs(
     registry: Registry,
     tasks: Iterable[str],
     workers: int,

@@ -40,24 +40,21 @@ def add_unsafe(parser: argparse.ArgumentParser) -> None:
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the server, for `prorl rewards serve` and `python -m nemo_prorl.rewards.server`."""
     workers = "total worker processes, divided among the plugins, at least one per plugin; default: 1"
-    parser.add_argument("--workers", type=int, default=1, help=workers)
-    parser.add_argument("--tasks", default="", help="comma-separated tasks to judge; default: all known tasks")
+    add = parser.add_argument
+    add("--workers", type=int, default=1, help=workers)
+    add("--tasks", default="", help="comma-separated tasks to judge; default: all known tasks")
     add_settings(parser)
-    parser.add_argument("--token-file", type=Path, required=True, help="file with the token that clients must send")
-    parser.add_argument("--endpoint-file", type=Path, help="file to write with URL, process id and state of the server")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; default: 127.0.0.1")
-    parser.add_argument("--public-host", help="host name written to the endpoint file; default: --host")
-    parser.add_argument("--port", type=int, default=0, help="TCP port; default: 0, any free port")
-    parser.add_argument(
-        "--parent-pid", type=int, help="process id; the server stops when this process ends; default: none"
-    )
+    add("--token-file", type=Path, required=True, help="file with the token that clients must send")
+    add("--endpoint-file", type=Path, help="file to write with URL, process id and state of the server")
+    add("--host", default="127.0.0.1", help="address to listen on; default: 127.0.0.1")
+    add("--public-host", help="host name written to the endpoint file; default: --host")
+    add("--port", type=int, default=0, help="TCP port; default: 0, any free port")
+    add("--parent-pid", type=int, help="process id; the server stops when this process ends; default: none")
     queue = "maximum waiting requests per plugin; more get HTTP 429; default: 8192"
-    parser.add_argument("--max-queue", type=int, default=8192, help=queue)
-    memory = "MiB of private memory per worker; default: 4096"
-    parser.add_argument("--worker-memory-mb", type=int, default=4096, help=memory)
+    add("--max-queue", type=int, default=8192, help=queue)
+    add("--worker-memory-mb", type=int, default=4096, help="MiB of private memory per worker; default: 4096")
     add_unsafe(parser)
-    drain = "seconds to finish open requests after a stop signal; default: 20"
-    parser.add_argument("--drain-s", type=int, default=20, help=drain)
+    add("--drain-s", type=int, default=20, help="seconds to finish open requests after a stop signal; default: 20")
 
 
 def read_line(line: bytes | str, where: str, read: Callable[[Any], T]) -> T:

@@ -22,7 +22,7 @@ from nemo_prorl.errors import ConfigError, DataError
 from nemo_prorl.files import shortened
 from nemo_prorl.rewards.discovery import discover
 from nemo_prorl.rewards.interface import RewardRequest, Verdict, read_verdict
-from nemo_prorl.rewards.judging import RewardService, plan_pools
+from nemo_prorl.rewards.judging import RewardService, pool_specs
 from nemo_prorl.rewards.options import add_settings, add_unsafe, opened, printable, read_lines
 
 _log = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ def judge_again(
     registry = discover(functions=configured.get("functions"))
     if missing := [task for task in tasks if task not in registry.tasks()]:
         raise ConfigError(f"{registry.unknown(missing[0])}. Fix: install the plugin that judged these responses")
-    specs = plan_pools(registry, tasks, workers, settings, unsafe_no_sandbox=unsafe_no_sandbox)
+    specs = pool_specs(registry, tasks, workers, settings, unsafe_no_sandbox=unsafe_no_sandbox)
     with opened(out) if out else contextlib.nullcontext() as file:
         return asyncio.run(_judge_all(RewardService(specs, registry), files, workers, file, only_changed))
 

@@ -36,15 +36,15 @@ from starlette.routing import Route
 
 from nemo_prorl import stacks, tracing
 from nemo_prorl.errors import ConfigError, ProrlError
-from nemo_prorl.files import read_object, write_json
+from nemo_prorl.files import write_json
 from nemo_prorl.rewards.connections import MAX_BODY, allow_connections
 from nemo_prorl.rewards.discovery import discover
 from nemo_prorl.rewards.interface import RewardRequest, Verdict
-from nemo_prorl.rewards.judging import RewardService, plan_pools
+from nemo_prorl.rewards.judging import RewardService, pool_specs
 from nemo_prorl.rewards.options import add_server_arguments
 from nemo_prorl.rewards.pool import PluginPool
 from nemo_prorl.schema import Constraint, Number
-from nemo_prorl.service import is_authorized, listening_socket, read_token
+from nemo_prorl.service import is_authorized, is_own, listening_socket, read_token
 
 _log = logging.getLogger(__name__)
 
@@ -245,11 +245,6 @@ def write_endpoint(path: Path | None, url: str, state: Literal["ready", "stopped
     write_json(path, endpoint)
 
 
-def _is_ours(path: Path | None, url: str) -> bool:
-    """Return whether the endpoint file describes this server; False if a newer server has replaced the file."""
-    return path is not None and (read_object(path) or {}).get("url") == url
-
-
 def _pidfd(pid: int | None) -> int | None:
     try:
         return None if pid is None else os.pidfd_open(pid)
@@ -264,7 +259,7 @@ async def serve(args: argparse.Namespace) -> int:
     wanted = [task.partition("=")[::2] for task in args.tasks.split(",") if task]
     registry, tasks = discover(functions={task: place for task, place in wanted if place}), [task for task, _ in wanted]
     limits = (args.max_queue, args.worker_memory_mb, args.unsafe_no_sandbox)
-    specs = plan_pools(registry, tasks, args.workers, args.settings, *limits)
+    specs = pool_specs(registry, tasks, args.workers, args.settings, *limits)
     service = RewardService(specs, registry)
     app = RewardApp(service, token, args.endpoint_file.stem if args.endpoint_file else "rewards")
     config = uvicorn.Config(
@@ -297,7 +292,7 @@ async def serve(args: argparse.Namespace) -> int:
         workers = ", ".join(f"{spec.plugin} x{spec.workers}" for spec in specs)
         _log.info("reward server listens at %s; workers: %s", url, workers)
         await server.serve(sockets=[listener])
-        if _is_ours(args.endpoint_file, url):
+        if args.endpoint_file and is_own(args.endpoint_file):
             write_endpoint(args.endpoint_file, url, "stopped")
     except asyncio.CancelledError:
         if not app.draining:

@@ -7,7 +7,7 @@
     no signal: DROPPED, another prompt may be drawn  <--  decide  -->  signal: KEPT, in the batch
                                                             |
                               batch is full: SURPLUS, decided first in the next step; discarded before that if it is
-                                  TOO OLD (dynamic_sampling.max_staleness) or the run was ROLLED BACK (`drop`)
+                                  TOO OLD (dynamic_sampling.max_staleness) or the run was ROLLED BACK (`discard`)
 
 Each response is sent to the reward server as soon as it ends.  The draws and the kept groups depend on the verdicts in
 draw order and never on timing, so short responses are not favoured.  `algorithms.dynamic_sampling` decides which groups
@@ -116,7 +116,7 @@ class Collector:
     def _begin(self, step: int, version: int) -> "tuple[_StateBefore, Future[CollectedBatch]]":
         snapshot = _StateBefore(self._blend.position(), self._surplus, self._draws, self.keep_rates.state_dict())
         self._clock = WaitClock()
-        self._engines.load.begin()
+        self._engines.open_responses.begin()
         return snapshot, self._background.start(self._collect(step, version))
 
     def _end(self, begun: "tuple[_StateBefore, Future[CollectedBatch]]") -> CollectedBatch:
@@ -160,7 +160,7 @@ class Collector:
         batch.canaries = total(task.result() for task in canaries)
         batch.second, batch.disagreements = second.counts, second.disagreements
         batch.wall_s = time.monotonic() - began
-        batch.load, batch.kv_cache_peak = self._engines.load.end(), self._engines.load.kv_cache_peak
+        batch.load, batch.kv_cache_peak = self._engines.open_responses.end(), self._engines.open_responses.kv_cache_peak
         batch.carried, batch.drawn, batch.surplus = sampler.carried, sampler.started, len(self._surplus)
         batch.generated_tokens, batch.engine_s = work.generated_tokens, work.clock.engine_s
         batch.reward_open_s, batch.reward_wait_s = work.clock.reward_s, work.clock.waited_s

@@ -22,7 +22,7 @@ from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import DeadlineExceeded, EngineFailure
 from nemo_prorl.rollout.endpoints import EngineClient, Response, SamplingParams
 from nemo_prorl.rollout.engine.sleep import HELD_SUFFIX, HOLD_FILE
-from nemo_prorl.rollout.engine_load import EngineLoad
+from nemo_prorl.rollout.open_responses import OpenResponses
 from nemo_prorl.rollout.scheduling import spread
 from nemo_prorl.service import Pause, endpoints_in
 
@@ -41,13 +41,13 @@ class _Slot:
     pid: int
     client: EngineClient
     weights_dir: Path | None = None  # folder of the published weights on the engine's node; None: as on rank 0's node
-    loaded: int | None = None  # version of the weights that this pool has loaded into the engine; None if unknown
+    version: int | None = None  # version of the weights that this pool has loaded into the engine; None if unknown
     asleep: bool = False  # put to sleep and not yet woken
     in_flight: int = 0  # open responses
     tokens: int = 0  # tokens that the engine has generated since its start, according to its last report
     progress_at: float = 0.0  # monotonic time of its last response or newly generated token
     pause: Pause = field(default_factory=Pause)
-    loading: asyncio.Lock = field(default_factory=asyncio.Lock)
+    updating: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def progressed(self, tokens: int | None = None) -> None:
         """Record progress: a response arrived (None), or the reported number of generated `tokens` has changed."""
@@ -82,7 +82,7 @@ class EnginePool:
 
     def __init__(self, endpoints: str | Path, token: str, engines: int = 1, max_in_flight: int = 512) -> None:
         self.endpoints, self.engines, self.max_in_flight = Path(endpoints), engines, max_in_flight
-        self.load = EngineLoad(engines)
+        self.open_responses = OpenResponses(engines)
         self.current: tuple[str, int] | None = None  # the published file and its version
         self.hold = self.endpoints / HOLD_FILE
         self.wake_failures: dict[str, str] = {}  # engine name -> why it did not wake at the last publication
@@ -210,7 +210,7 @@ class EnginePool:
         slot = share.slot
         try:
             if await self._bring_up_to_date(slot, deadline):
-                self.load.answered(slot.name)
+                self.open_responses.answered(slot.name)
             wanted = [seeds[i] for i in share.indexes]
             stream = slot.client.generate(
                 prompt_ids,
@@ -218,11 +218,11 @@ class EnginePool:
                 sampling,
                 version,
                 on_tokens=slot.progressed,
-                on_kv_cache_use=self.load.kv_cache_used,
+                on_kv_cache_use=self.open_responses.kv_cache_used,
             )
             async with contextlib.aclosing(stream) as replies:
                 async for reply in replies:
-                    self.load.answered(slot.name)
+                    self.open_responses.answered(slot.name)
                     if version is not None and reply.weight_version != version:
                         raise EngineFailure(
                             f"{slot.name}: expected a response of weights version {version};"
@@ -232,7 +232,7 @@ class EnginePool:
             self._succeeded(slot)
         except EngineFailure as error:
             self._failed(slot, error)
-            slot.loaded = None  # load again, in case the engine has other weights
+            slot.version = None  # load again, in case the engine has other weights
 
     async def _room_for(self, responses: list[int], deadline: Deadline) -> list[_Share]:
         """Assign as many of the responses (positions in the request) as possible to the least loaded healthy engines.
@@ -247,7 +247,7 @@ class EnginePool:
                 if shares:
                     for share in shares:
                         share.slot.in_flight += share.open
-                        self.load.changed(share.slot.name, share.open)
+                        self.open_responses.changed(share.slot.name, share.open)
                     return shares
                 deadline.progressed(max((slot.progress_at for slot in self._slots.values()), default=0.0))
                 if deadline.passed:
@@ -269,7 +269,7 @@ class EnginePool:
     def _free(self, share: _Share, responses: int) -> None:
         share.open -= responses
         share.slot.in_flight -= responses
-        self.load.changed(share.slot.name, -responses)
+        self.open_responses.changed(share.slot.name, -responses)
         self._freed.set()
 
     def _free_rest(self, share: _Share, task: "asyncio.Task[Any]") -> None:
@@ -287,15 +287,15 @@ class EnginePool:
         Returns:
             whether the engine was changed.
         """
-        if self.current is None or slot.loaded == self.current[1]:
+        if self.current is None or slot.version == self.current[1]:
             return False
-        async with slot.loading:
+        async with slot.updating:
             path, version = self.current
             await self._wake(slot, "weights", deadline)
-            if slot.loaded != version:
+            if slot.version != version:
                 self.unread[slot.name] = await slot.client.load_weights(slot.path_of(path), version, deadline)
             await self._wake(slot, "kv_cache", deadline)  # only now, because the load itself needs memory
-            slot.loaded, slot.asleep = version, False
+            slot.version, slot.asleep = version, False
         return True
 
     async def _wake(self, slot: _Slot, part: str, deadline: Deadline) -> None:
@@ -339,7 +339,7 @@ class EnginePool:
 
     async def _put_to_sleep(self, slot: _Slot, level: int, freed: dict[str, int], deadline: Deadline) -> None:
         # Set before the request, whose reply may be lost.  Waking an awake engine does nothing.
-        slot.asleep, slot.loaded = True, None
+        slot.asleep, slot.version = True, None
         freed[slot.name] = int((await slot.client.sleep(level, deadline)).get("freed_bytes", 0))
 
     def _held(self) -> set[str]:
@@ -350,7 +350,7 @@ class EnginePool:
         """Make the awake engines load the weights file `path` before their next response; return at once."""
         self.current = (str(path), version)
         for slot in self._slots.values():
-            slot.loaded = None  # even for the same version: after a roll-back the engine has weights of the lost steps
+            slot.version = None  # even for the same version: after a roll-back the engine has weights of the lost steps
 
     async def publish(self, path: str | Path, version: int, deadline: Deadline) -> None:
         """Load a weights file into all engines and wake sleeping ones; return when every engine has the weights.
@@ -366,7 +366,7 @@ class EnginePool:
         self.hold.unlink(missing_ok=True)
         sleepers = {name: slot for name, slot in self._slots.items() if slot.asleep}
         for slot in self._scan():
-            slot.loaded = None  # even for the same version: after a roll-back the engine has weights of the lost steps
+            slot.version = None  # even for the same version: after a roll-back the engine has weights of the lost steps
         try:
             async with asyncio.timeout(deadline.remaining):
                 while True:
@@ -375,16 +375,16 @@ class EnginePool:
                         *(
                             self._try(s, partial(self._bring_up_to_date, s, deadline))
                             for s in slots
-                            if s.loaded != version
+                            if s.version != version
                         )
                     )
-                    if len(slots) >= self.engines and all(s.loaded == version for s in slots):
+                    if len(slots) >= self.engines and all(s.version == version for s in slots):
                         ended = [name for name, slot in sleepers.items() if self._slots.get(name) is not slot]
                         self.wake_failures = dict.fromkeys(ended, "it ended while it slept") | self.wake_failures
                         return
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
-            behind = [f"not loaded by {self._describe(s)}" for s in self._slots.values() if s.loaded != version]
+            behind = [f"not loaded by {self._describe(s)}" for s in self._slots.values() if s.version != version]
             absent = [self._describe(None)] if len(self._slots) < self.engines else []
             which = "; ".join([*behind, *absent])
             raise DeadlineExceeded(
@@ -406,13 +406,13 @@ class EnginePool:
 
     def _succeeded(self, slot: _Slot) -> None:
         slot.pause.succeeded()
-        self.load.answered(slot.name)
+        self.open_responses.answered(slot.name)
 
     def _failed(self, slot: _Slot, error: EngineFailure) -> None:
         self._last_failure[slot.name] = str(error)
         if slot.pause.failed():
             _log.warning("%s failed (%d in a row): %s", slot.name, slot.pause.failures, error)
-        self.load.lost(slot.name)
+        self.open_responses.lost(slot.name)
 
     def _describe(self, slot: _Slot | None) -> str:
         """Describe an engine (None: all engines) for an error message."""

@@ -168,7 +168,7 @@ class CollectedBatch:
     surplus: int = 0  # groups left for the next step
     generated_tokens: int = 0
     wall_s: float = 0.0  # seconds that the collection took
-    load: dict[str, float] = field(default_factory=dict)  # result of `EngineLoad.end`
+    load: dict[str, float] = field(default_factory=dict)  # result of `OpenResponses.end`; checkpoints have this name
     kv_cache_peak: float | None = None  # largest share (0 to 1) in use, over all engines; None if no engine reported it
     engine_s: float = 0.0
     reward_open_s: float = 0.0

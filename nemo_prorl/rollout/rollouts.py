@@ -1,4 +1,9 @@
-"""Rollouts as used by the training loop: publish weights to the engines, and get the judged groups of a step."""
+"""Rollouts as used by the training loop: publish weights to the engines, and get the judged groups of a step.
+
+The way of the weights: `Rollouts.publish` exports them from the policy, and one rank of each node writes a file into
+shared memory (`weight_store.WeightStore.write`).  `engines.EnginePool.publish` asks each engine by POST /weights to
+load the file of its node.  In the engine, `engine.weight_load` checks the file and loads it into vLLM's worker.
+"""
 
 import logging
 import os

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -99,37 +99,15 @@ class WeightStore:
         return final
 
     def _stream(self, file: BinaryIO, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Write a safetensors file with the checksums of its tensors.
-
-        The tensors' data is written first, after a space of `_HEADER_BYTES` bytes for the header.  The header is
-        written last, when all shapes are known, and the rest of its space is filled with blanks.
-        """
-        header: dict[str, object] = {}
+        """Write a safetensors file with the checksums of its tensors."""
         checksums: dict[str, Checksum] = {}
-        offset = 0
-        file.seek(8 + _HEADER_BYTES)
-        for name, tensor in tensors:
-            if name in header or tensor.dtype not in _DTYPES:
-                fault = "given twice" if name in header else f"expected a float dtype; got {tensor.dtype}"
-                raise ValueError(f"tensor {name}: {fault}")
-            checksums[name] = published(name, tensor.detach(), version, self._dtype or tensor.dtype)
-            flat = tensor.detach().contiguous().reshape(-1)
-            size = flat.numel() * flat.element_size()
-            file.write(flat.view(torch.uint8).cpu().numpy().data)
-            header[name] = {
-                "dtype": _DTYPES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": [offset, offset + size],
-            }
-            offset += size
-        header["__metadata__"] = to_metadata(version, checksums)
-        text = json.dumps(header, separators=(",", ":")).encode()
-        if len(text) > _HEADER_BYTES:
-            raise ValueError(
-                f"the header of {len(checksums)} tensors has {len(text)} bytes; the maximum is {_HEADER_BYTES}"
-            )
-        file.seek(0)
-        file.write(_HEADER_BYTES.to_bytes(8, "little") + text.ljust(_HEADER_BYTES))
+
+        def summed() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in tensors:
+                yield name, tensor
+                checksums[name] = published(name, tensor.detach(), version, self._dtype or tensor.dtype)
+
+        write_tensors(file, summed(), _HEADER_BYTES, lambda: to_metadata(version, checksums))
 
     def remove_stale(self) -> list[Path]:
         """Delete weights and unfinished files that an earlier process of this run left; return the deleted paths.
@@ -149,6 +127,35 @@ class WeightStore:
         if [p.name for p in self.folder.iterdir()] == [MARKER]:
             (self.folder / MARKER).unlink()
             self.folder.rmdir()
+
+
+def write_tensors(
+    file: BinaryIO, tensors: Iterable[tuple[str, Tensor]], room: int, metadata: Callable[[], Mapping[str, str]]
+) -> None:
+    """Write a safetensors file with one tensor in host memory at a time.
+
+    Args:
+        tensors: names with float tensors of any shape on any device.
+        room: bytes reserved for the header before the tensors; unused bytes become blanks.
+        metadata: called after the last tensor.
+
+    Raises ValueError: the header is longer than `room`, a name is given twice, or a dtype is not a float.
+    """
+    header: dict[str, object] = {}
+    offset = 0
+    file.seek(8 + room)
+    for name, tensor in tensors:
+        if name in header or tensor.dtype not in _DTYPES:
+            fault = "given twice" if name in header else f"expected a float dtype; got {tensor.dtype}"
+            raise ValueError(f"tensor {name}: {fault}")
+        file.write(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data)
+        offsets = [offset, offset := offset + tensor.numel() * tensor.element_size()]
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+    text = json.dumps({"__metadata__": metadata(), **header}).encode()
+    if len(text) > room:
+        raise ValueError(f"the header of {len(header)} tensors has {len(text)} bytes; the maximum is {room}")
+    file.seek(0)
+    file.write(room.to_bytes(8, "little") + text.ljust(room))
 
 
 def _is_ours(path: Path) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from nemo_prorl.rewards.discovery import discover
 from nemo_prorl.rewards.interface import RewardRequest
-from nemo_prorl.rewards.judging import RewardService, plan_pools
+from nemo_prorl.rewards.judging import RewardService, pool_specs
 
 
 def request_of(case: dict[str, Any]) -> RewardRequest:
@@ -30,7 +30,7 @@ def answer(future: "asyncio.Future[dict[str, Any]]") -> None:
 async def main(workers: int, settings: dict[str, float]) -> None:
     """Answers until standard input ends."""
     registry = discover()
-    service = RewardService(plan_pools(registry, ["code"], workers, {"code": settings}), registry)
+    service = RewardService(pool_specs(registry, ["code"], workers, {"code": settings}), registry)
     await service.start()
     open_requests = []
     try:

@@ -31,8 +31,8 @@ def step(out: Path, overrides: list[str]) -> None:
     logp_BT = actor.logprobs(batch)[0]
     share = float(denominator_terms(batch.mask_BT, "token"))
     stats = actor.update(batch, partial(policy_loss, config=GRPOConfig(kl_coef=0.1)), share)
-    checkpoint_files.PolicyStore(actor).save(out / "step-000001", {"step": 1})
-    checkpoint_files.PolicyStore(actor).load(out / "step-000001")
+    checkpoint_files.CheckpointFiles(actor).save(out / "step-000001", {"step": 1})
+    checkpoint_files.CheckpointFiles(actor).load(out / "step-000001")
     dtype = next(actor.module.parameters()).dtype
     say = f"weights {dtype}, mean logp {float(logp_BT[batch.mask_BT].mean()):.4f}, grad norm {stats['grad_norm']:.4f}"
     print(f"actor: torch {torch.__version__}, {say}, checkpoint saved and loaded")  # noqa: T201

@@ -11,7 +11,7 @@ import pytest
 
 from nemo_prorl.errors import ConfigError, DataError, DeadlineExceeded, EngineRefused
 from nemo_prorl.evaluation.catalogue import Benchmark, Sampling, catalogue
-from nemo_prorl.evaluation.sampling import BenchmarkWork, Work, plan, seed_of
+from nemo_prorl.evaluation.sampling import BenchmarkWork, Work, missing_work, seed_of
 from nemo_prorl.evaluation.sources import OnReply, Reply, ServedModel
 from nemo_prorl.evaluation.store import Store
 from nemo_prorl.rewards.interface import Verdict, failed_verdict
@@ -82,7 +82,7 @@ def evaluate(folder: Path, source: Any, judge: Judged, benchmark: Benchmark = GC
     store = Store(folder, benchmark.name)
     work = Work(source, judge, seed)
     try:
-        asyncio.run(work.run(plan([BenchmarkWork(benchmark, store, RECORDS)], source)))
+        asyncio.run(work.run(missing_work([BenchmarkWork(benchmark, store, RECORDS)], source)))
     finally:
         store.close()
     return store, work
@@ -255,7 +255,7 @@ def test_prompts_that_fill_the_context_are_counted(caplog: pytest.LogCaptureFixt
         benchmark = replace(GCD, sampling=Sampling(samples=1, **sampling))
         records = [{"id": name} for name in "abcd"]
         source: Any = Rooms()
-        plan([BenchmarkWork(benchmark, Store(Path("nowhere"), "none", writable=False), records)], source)
+        missing_work([BenchmarkWork(benchmark, Store(Path("nowhere"), "none", writable=False), records)], source)
         return caplog.messages
 
     [text] = told(context=32)

@@ -13,7 +13,7 @@ from nemo_prorl.errors import ConfigError
 from nemo_prorl.launcher import one_node
 from nemo_prorl.launcher.doctor import trial_step
 from nemo_prorl.launcher.doctor.trial_step import TrialOutcome
-from nemo_prorl.preflight import Plan
+from nemo_prorl.preflight import PreflightSizes
 from nemo_prorl.rollout.weight_store import WeightStore, weights_folder
 from nemo_prorl.sizing.memory import memory_of
 
@@ -23,8 +23,8 @@ GB = 10**9
 CUDA = "OutOfMemoryError: CUDA out of memory. Tried to allocate 9.27 GiB. GPU 0 has a total capacity of 79.11 GiB"
 
 
-def plan(cfg: DictConfig, rows: int | None = None) -> Plan:
-    return Plan.of(cfg, rows)  # type: ignore[arg-type]
+def sizes_of(cfg: DictConfig, rows: int | None = None) -> PreflightSizes:
+    return PreflightSizes.of(cfg, rows)  # type: ignore[arg-type]
 
 
 def begin(part: str) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def test_on_a_cpu_the_machines_memory_is_named_too() -> None:
 
 def test_what_ended_before_a_failure_is_told_and_no_estimate_follows() -> None:
     outcome = TrialOutcome([[*end("build"), *error("engines", "DeadlineExceeded: waited")]], ["trainer-0 ended"])
-    checks = list(trial_step.judge(outcome, plan(LAPTOP), LAPTOP, memory_of(LAPTOP)))
+    checks = list(trial_step.judge(outcome, sizes_of(LAPTOP), LAPTOP, memory_of(LAPTOP)))
     assert [check.state for check in checks] == ["pass", "fail"]
 
 
@@ -187,7 +187,7 @@ def test_host_memory_that_is_nearly_gone_is_a_warning(lowest: int, state: str) -
 
 
 def test_the_estimate_scales_what_was_tried_to_a_whole_step() -> None:
-    tried = plan(H100, rows=8)  # of 32
+    tried = sizes_of(H100, rows=8)  # of 32
     parts = {
         "publish": {"seconds": 2.0},
         "generate": {"seconds": 10.0, "tokens": 100_000, "rows": 1},

@@ -1,7 +1,9 @@
 """A service that lives and does not answer is killed, so that its supervisor starts it again."""
 
 import json
+import socket
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 from nemo_prorl.config import DeadlinesConfig
 from nemo_prorl.launcher.health import Health
 from nemo_prorl.launcher.processes import Child, MergedLog, stop_all
+from nemo_prorl.service import ask
 
 pytestmark = pytest.mark.starts
 
@@ -95,3 +98,19 @@ def test_an_engine_that_waits_for_the_others_to_wake_is_not_late(tmp_path: Path)
     finally:
         health.close()
         stop_all([child], 0.0, quiet=True)
+
+
+@pytest.mark.parametrize("reply", [b"no HTTP at all\r\n", b"HTTP/1.0 401 no\r\n\r\nwrong token", b""])
+def test_what_is_no_answer_is_an_error_of_the_connection(reply: bytes) -> None:
+    """Another program may have the port of a dead service; health checks must go on then."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(reply)
+
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(OSError, match="wrong token" if b"401" in reply else None):
+            ask(f"http://127.0.0.1:{server.getsockname()[1]}/v1/health", "secret", 5.0)

@@ -103,7 +103,7 @@ def put(name, value, owner=s):
     getattr(owner, name)
     setattr(owner, name, value)
 put("wait", lambda self, seconds: None, s.Driver)
-for name, seconds in {"_REQUEUED_S": 0.5, "_REQUEUE_EVERY_S": 0.2, "_PLAN_PAUSE_S": 0.1, "_LOOK_S": 1.0}.items():
+for name, seconds in {"_REQUEUED_S": 0.5, "_REQUEUE_EVERY_S": 0.2, "_NEEDS_PAUSE_S": 0.1, "_LOOK_S": 1.0}.items():
     put(name, seconds)
 """
 PLAN = {
@@ -118,9 +118,9 @@ PLAN = {
 }
 
 
-def known(plan: dict[str, Any]) -> str:
-    """Lines for a driver that knows the plan; otherwise it takes 1.5 s to read it."""
-    return QUICK + f'put("load_plan", lambda self: self.plan.update({plan}), s.Driver)\n'
+def known(needs: dict[str, Any]) -> str:
+    """Lines for a driver that knows what the run needs; otherwise it takes 1.5 s to read it."""
+    return QUICK + f'put("load_needs", lambda self: self.needs.update({needs}), s.Driver)\n'
 
 
 def changed(field: str) -> str:
@@ -555,7 +555,7 @@ def test_the_dry_run_names_the_data_folder_only_if_the_run_reads_it(data: str, w
     command = ["bash", str(ROOT / "slurm" / "stage.sbatch"), *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ("expected a path under a mount" in done.stdout + done.stderr) is warned, done.stdout + done.stderr
-    assert "nemo_prorl.launcher.node" in done.stdout, done.stderr  # the plan was read
+    assert "nemo_prorl.launcher.node" in done.stdout, done.stderr  # the needs were read
 
 
 @pytest.mark.parametrize("cluster", ["h100_1x8", pytest.param("gpu_1", marks=pytest.mark.slow)])

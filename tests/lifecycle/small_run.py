@@ -439,7 +439,7 @@ class SmallRun:
             folder=self.folder,
             data=leader.only(lambda: data),
             loggers=[],
-            store=lambda cfg: SmallStore(self.policy, cfg.trainer.grpo.async_checkpoints),
+            checkpoint_files=lambda cfg: SmallStore(self.policy, cfg.trainer.grpo.async_checkpoints),
         )
 
     def _built(self, trainer: Trainer) -> None:

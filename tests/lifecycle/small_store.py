@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class SmallStore:
-    """Writes and loads checkpoints of a `SmallPolicy`, as `policy.checkpoint_files.PolicyStore` those of an actor.
+    """Writes and loads checkpoints of a `SmallPolicy`, as `policy.checkpoint_files.CheckpointFiles` those of an actor.
 
     With `background` it is as slow as that may be: nothing is on disk until somebody waits for it.
     """

@@ -388,7 +388,7 @@ def replayed(
     """Return the ledger of a replay, in a new folder, of the run's steps after a checkpoint, or from its start (0)."""
     other = SmallRun(replace(run.cfg, trainer=replace(run.cfg.trainer, grpo=replace(run.cfg.trainer.grpo, **grpo))))
     policy = other._policy(monkeypatch)
-    policy.store = lambda cfg: SmallStore(other.policy)
+    policy.checkpoint_files = lambda cfg: SmallStore(other.policy)
     monkeypatch.setattr(rank, "Policy", lambda cfg, run_dir: policy)
     folder.mkdir()
     path = run.folder / "checkpoints" / f"step-{checkpoint:06d}" if checkpoint else None
@@ -397,7 +397,7 @@ def replayed(
         {4: {"step": 4, "reason": "at_steps", "reference_sha256": ""}} if checkpoint < 4 < last else {}
     )
     chain = lines[checkpoint]["chain"] if checkpoint else ""
-    replay_training.ReplayPlan(
+    replay_training.ReplaySpec(
         run_dir=str(run.folder),
         checkpoint=None if path is None else str(path),
         before=checkpoint,

@@ -217,7 +217,7 @@ def test_a_checkpoint_is_written_once(tmp_path: Path, monkeypatch: pytest.Monkey
     written: list[Any] = []
     for _ in range(2):
         trainer = run.start(monkeypatch)
-        written.append(trainer.checkpoints.policy.written)  # type: ignore[attr-defined]
+        written.append(trainer.checkpoints.files.written)  # type: ignore[attr-defined]
         if trainer.progress.step:
             stops()
         at_step(run, {2: stops}, monkeypatch)(trainer)

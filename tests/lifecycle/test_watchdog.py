@@ -15,7 +15,7 @@ from nemo_prorl.config import Config
 from nemo_prorl.launcher.processes import free_port
 from nemo_prorl.lifecycle.watchdog import Watchdog, Whereabouts, culprits
 from nemo_prorl.metrics import Metrics
-from nemo_prorl.trainer import Trainer, TrainerState
+from nemo_prorl.trainer import RunProgress, Trainer
 
 Alarms = list[tuple[int, str]]
 
@@ -156,7 +156,7 @@ class Steps(Trainer):
 def test_the_trainer_watches_a_step_without_what_follows(tmp_path: Path) -> None:
     alarms: Alarms = []
     no: Any = None
-    cfg, progress = Config(), TrainerState(step=1)
+    cfg, progress = Config(), RunProgress(step=1)
     cfg.trainer.grpo.max_steps = 5
     rollouts: Any = SimpleNamespace(await_next=lambda metrics: None)
     traces: Any = SimpleNamespace(step=lambda step: nullcontext())
@@ -187,7 +187,7 @@ def test_the_trainer_watches_what_follows_a_step(reset: str | None, kinds: list[
     control: Any = SimpleNamespace(pending=lambda step: [], serve=lambda *given: None)
     records: Any = SimpleNamespace(log=lambda metrics: None)
     dog: Any = SimpleNamespace(watch=watch)
-    progress = TrainerState(step=1)
+    progress = RunProgress(step=1)
     trials: Any = SimpleNamespace(on=False, begin=lambda *given: False, end_by_request=lambda step: None)
     parts = (no, due, resets, trials, due, control, records, no, no, no, no, dog, no, no)
     trainer = Finished(Config(), no, progress, *parts)

@@ -54,7 +54,7 @@ def main(out: Path, context: int, rows: int) -> None:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             actor.gradients(batch, loss, 1.0, 1.2)
         sizes.append(sum(size for size, _ in kept.values()))
-    checkpoint_files.PolicyStore(actor).save(out / "step-000001", {"step": 1})
+    checkpoint_files.CheckpointFiles(actor).save(out / "step-000001", {"step": 1})
     place = ShardedTensor.from_rank_offsets("weight", torch.empty(2, 3, dtype=torch.bfloat16, device="meta"))
     read = checkpoint_files._to_be_read(place).data
     told = {

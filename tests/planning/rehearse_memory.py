@@ -213,7 +213,7 @@ def loss(logp_BT: Tensor, entropy_BT: Tensor | None, micro: Batch, denominator: 
 
 def rehearse(cfg: DictConfig, folder: Path, out: Path, gpu: MetaGpu) -> dict[str, Any]:
     from nemo_prorl.policy.build import build_actor
-    from nemo_prorl.policy.checkpoint_files import PolicyStore
+    from nemo_prorl.policy.checkpoint_files import CheckpointFiles
     from nemo_prorl.rollout.weight_store import WeightStore
 
     peaks: dict[str, int] = {}
@@ -229,7 +229,7 @@ def rehearse(cfg: DictConfig, folder: Path, out: Path, gpu: MetaGpu) -> dict[str
     gc.collect()
     kept, batch = gpu.now, batch_of(cfg)
     published = WeightStore(out / "published", "bfloat16")
-    store = PolicyStore(actor)
+    store = CheckpointFiles(actor)
     again = actor.stored_reference
     phase("log-probabilities", lambda: actor.logprobs(batch))
     phase("reference's", lambda: actor.reference_logprobs(batch))

@@ -48,7 +48,7 @@ def attempted(work: Callable[[], Any]) -> Any:
 
 def of_one_adam(lazy: bool, out: Path) -> dict[str, Any]:
     """Saves before any step, after steps and after a hard reset; loads each as a new process does, and goes on."""
-    from nemo_prorl.policy import checkpoint_files
+    from nemo_prorl.policy.checkpoint_files import CheckpointFiles
 
     if lazy:
         use_lazy_adam()
@@ -59,10 +59,10 @@ def of_one_adam(lazy: bool, out: Path) -> dict[str, Any]:
         """(how it goes on, how it goes on from its checkpoint in an optimizer that knows nothing)."""
 
         def run() -> list[Any]:
-            checkpoint_files.PolicyStore(actor).save(folder / name, {"step": 0})
+            CheckpointFiles(actor).save(folder / name, {"step": 0})
             onward = update()
             actor.reset_optimizer()  # as a new process finds it
-            checkpoint_files.PolicyStore(actor).load(folder / name)
+            CheckpointFiles(actor).load(folder / name)
             return [onward, update()]
 
         return attempted(run)
@@ -79,7 +79,7 @@ def of_one_adam(lazy: bool, out: Path) -> dict[str, Any]:
 
 def across(lazy: bool, out: Path) -> dict[str, Any]:
     """Load what the other Adam saved, under other settings of the optimizer, and make one more update."""
-    from nemo_prorl.policy import checkpoint_files
+    from nemo_prorl.policy.checkpoint_files import CheckpointFiles
 
     if lazy:
         use_lazy_adam()
@@ -89,7 +89,7 @@ def across(lazy: bool, out: Path) -> dict[str, Any]:
         actor, update = built(out, *settings)
 
         def run(actor: Any = actor, update: Callable[[], Any] = update) -> list[Any]:
-            checkpoint_files.PolicyStore(actor).load(out / "adam" / ("torch" if lazy else "lazy") / "step-000002")
+            CheckpointFiles(actor).load(out / "adam" / ("torch" if lazy else "lazy") / "step-000002")
             groups = [(g["weight_decay"], tuple(g["betas"]), g["eps"]) for g in actor.mcore_optimizer.param_groups]
             return [groups, sorted(counts(actor)), update()[0], sorted(counts(actor)), dict(actor.export_weights())]
 
@@ -111,7 +111,7 @@ def of_extra_state(lazy: bool, out: Path) -> dict[str, Any]:
 
     It also notes in which mode the model computes.
     """
-    from nemo_prorl.policy import checkpoint_files
+    from nemo_prorl.policy.checkpoint_files import CheckpointFiles
     from nemo_prorl.policy.cpu import layers as cpu_layers
 
     modes: set[tuple[bool, bool]] = set()
@@ -137,22 +137,20 @@ def of_extra_state(lazy: bool, out: Path) -> dict[str, Any]:
     actor.logprobs(fixed_batch())
     update()
     saved = [m.passes for m in attention]
-    checkpoint_files.PolicyStore(actor).save(out / "extra", {"step": 1})
+    CheckpointFiles(actor).save(out / "extra", {"step": 1})
     onward = update()
     actor.logprobs(fixed_batch())
     found = {"modes": sorted(modes), "saved": saved, "later": [m.passes for m in attention]}
-    found["loaded"] = attempted(
-        lambda: checkpoint_files.PolicyStore(actor).load(out / "extra") and [m.passes for m in attention]
-    )
+    found["loaded"] = attempted(lambda: CheckpointFiles(actor).load(out / "extra") and [m.passes for m in attention])
     found["goes on"] = (onward, update())
     without = out / "adam" / "torch" / "step-000002"
-    found["without"] = attempted(lambda: checkpoint_files.PolicyStore(actor).load(without) and actor.weights_sha256())
+    found["without"] = attempted(lambda: CheckpointFiles(actor).load(without) and actor.weights_sha256())
     cpu_layers.CausalAttention = plain  # type: ignore[misc]
     actor, update = built(out)
-    found["into one without"] = attempted(lambda: checkpoint_files.PolicyStore(actor).load(out / "extra") and update())
+    found["into one without"] = attempted(lambda: CheckpointFiles(actor).load(out / "extra") and update())
     for how in ("flipped", "cut"):
         folder = damaged(without, out / how, how)
-        found[how] = attempted(lambda folder=folder: checkpoint_files.PolicyStore(actor).load(folder))  # type: ignore[misc]
+        found[how] = attempted(lambda folder=folder: CheckpointFiles(actor).load(folder))  # type: ignore[misc]
     return found
 
 

@@ -57,9 +57,9 @@ def measure(layout: Layout, out: Path) -> None:
             actor.set_reference()
             actor.reset_optimizer()
             found["kl"] = float((actor.reference_logprobs(batch) - actor.logprobs(batch)[0]).abs().max())
-        checkpoint_files.PolicyStore(actor).save(written := saved.with_name(f"{saved.name}-{moment}"), {"step": 1})
+        checkpoint_files.CheckpointFiles(actor).save(written := saved.with_name(f"{saved.name}-{moment}"), {"step": 1})
         onward = update()
-        checkpoint_files.PolicyStore(actor).load(written)
+        checkpoint_files.CheckpointFiles(actor).load(written)
         found[moment] = (onward, update())
     beyond = [not torch.equal(p, p.bfloat16().float()) for p in masters]
     warm_up(actor, [([3, 4, 5], [6, 2])] * 4, WarmupConfig(steps=1, batch_size=4), 1e-3)

@@ -53,7 +53,7 @@ def wired(actor: Any, batch: Batch, loss: Any, denominator: float, out: Path | N
     found["digests"] = flipped(actor, update)
     if out is None:
         return found
-    store = checkpoint_files.PolicyStore(actor)
+    store = checkpoint_files.CheckpointFiles(actor)
     found |= saved_and_loaded(actor, store, update, out / "saved")
     found["after refused"] = after_refused(actor, store, update, batch, loss, saved=out / "saved")
     found["failed"] = failed(store, out / "saved", out)
@@ -197,7 +197,7 @@ def saved_and_loaded(actor: Any, store: Any, update: Update, folder: Path) -> di
     def complete() -> None:
         called.append((folder.exists(), folder.with_name("saved.tmp").exists(), threading.current_thread().name))
 
-    writer = checkpoint_files.PolicyStore(actor, background=True, seconds=60)
+    writer = checkpoint_files.CheckpointFiles(actor, background=True, seconds=60)
     with held_back():
         writer.save(folder, state, on_complete=complete)
         wanted = drawn()
@@ -277,7 +277,7 @@ def held(actor: Any, out: Path) -> dict[str, bool]:
     def fail(*_: Any) -> None:
         raise OSError
 
-    writer = checkpoint_files.PolicyStore(actor, background=True, seconds=60)
+    writer = checkpoint_files.CheckpointFiles(actor, background=True, seconds=60)
     with patched_write("write_tensors", fail):
         writer.save(out / "not-written", {})
         try:
@@ -297,7 +297,7 @@ def in_turn(actor: Any, out: Path) -> list[bool]:
     from nemo_prorl.policy import checkpoint_files
     from tests.policy.ranks import patched_write
 
-    writer, busy = checkpoint_files.PolicyStore(actor, background=True, seconds=60), []
+    writer, busy = checkpoint_files.CheckpointFiles(actor, background=True, seconds=60), []
 
     def slow(real: Callable[..., None], *arguments: Any) -> None:
         time.sleep(0.2)

@@ -141,8 +141,8 @@ def rows_of_rank(rows: int, actor: Any) -> torch.Tensor:
 
 def measure(layout: Layout, out: Path, slow: bool) -> None:
     """What one rank does; rank 0 writes OUT/NAME.pt.  `slow`: also what only slow tests look at."""
-    from nemo_prorl.policy import checkpoint_files
     from nemo_prorl.policy.build import build_actor
+    from nemo_prorl.policy.checkpoint_files import CheckpointFiles
 
     torch.set_num_threads(1)
     folder = HFFolder(out / layout.model)
@@ -169,7 +169,7 @@ def measure(layout: Layout, out: Path, slow: bool) -> None:
 
     # A checkpoint goes on to the bit, though it is written while updates go on; so does one of a hard reset.
     saved, step = out / "checkpoints" / layout.name, {"step": STEPS}
-    writer = checkpoint_files.PolicyStore(actor, background=True, seconds=60)
+    writer = CheckpointFiles(actor, background=True, seconds=60)
     sha = actor.weights_sha256()
     with held_back():
         with copied_bytes() as copied:
@@ -182,7 +182,7 @@ def measure(layout: Layout, out: Path, slow: bool) -> None:
     place = places(actor)
     actor.set_reference()
     found["again in place"] = places(actor) == place
-    state = checkpoint_files.PolicyStore(actor).load(saved)
+    state = CheckpointFiles(actor).load(saved)
     again = [actor.update(mine, loss, denominator, with_entropy=True), actor.weights_sha256()]
     found["resumed"] = (state["step"], state["weights_sha256"] == sha, onward, again)
     found["copied"] = [torch.empty(1, dtype=torch.int64) for _ in range(layout.world)]
@@ -193,11 +193,11 @@ def measure(layout: Layout, out: Path, slow: bool) -> None:
         )
     actor.set_reference()
     actor.reset_optimizer()
-    checkpoint_files.PolicyStore(actor).save(saved.with_name(layout.name + "-reset"), step)
+    CheckpointFiles(actor).save(saved.with_name(layout.name + "-reset"), step)
     if closer:
         writer.save(saved.with_name(layout.name + "-reset-background"), step)
     onward = [actor.update(mine, loss, denominator, with_entropy=True), actor.weights_sha256()]
-    checkpoint_files.PolicyStore(actor).load(saved.with_name(layout.name + "-reset"))
+    CheckpointFiles(actor).load(saved.with_name(layout.name + "-reset"))
     again = [actor.update(mine, loss, denominator, with_entropy=True), actor.weights_sha256()]
     found["reset"] = (onward, again, actor.reference_sha256())
 
@@ -210,14 +210,14 @@ def measure(layout: Layout, out: Path, slow: bool) -> None:
         found["poison"] = f"{type(error).__name__}; weights kept: {actor.weights_sha256() == before}"
 
     first = out / "checkpoints" / FIRST[layout.model].name
-    checkpoint_files.PolicyStore(actor).load(first)  # another layout's checkpoint: the same policy, from other files
+    CheckpointFiles(actor).load(first)  # another layout's checkpoint: the same policy, from other files
     if layout.world == 1:
         write_hf_folder(out / f"{layout.name}-hf", actor.export_weights(), folder.path, None)
     found["resharded"] = {k: v.clone() for k, v in actor.export_weights()}
     found["resharded_update"] = actor.update(mine, loss, denominator, with_entropy=True)
 
     # A hard reset of the one policy, and updates on recorded rollouts.
-    checkpoint_files.PolicyStore(actor).load(first)
+    CheckpointFiles(actor).load(first)
     actor.set_reference()
     actor.reset_optimizer()
     ref_logp_BT = actor.reference_logprobs(everything)
@@ -228,7 +228,7 @@ def measure(layout: Layout, out: Path, slow: bool) -> None:
     found["recorded"] = (actor.reference_sha256(), {k: v.clone() for k, v in actor.export_weights()})
 
     if closer:
-        checkpoint_files.PolicyStore(actor).load(first)
+        CheckpointFiles(actor).load(first)
         checkpoints = out / "wired" / layout.name if slow or layout == DATA_PARALLEL else None
         found["wired"] = wired(actor, mine, loss, denominator, checkpoints)
     if layout == Layout():
@@ -290,16 +290,16 @@ def held_back() -> Iterator[None]:
 
 def rolled_back(actor: Any, folder: Path, update: Callable[[], Any]) -> dict[str, Any]:
     """What `load_policy` leaves as it was, and how it goes on with an optimizer reset."""
-    from nemo_prorl.policy import checkpoint_files
+    from nemo_prorl.policy.checkpoint_files import CheckpointFiles
 
-    checkpoint_files.PolicyStore(actor).load(folder)
+    CheckpointFiles(actor).load(folder)
     actor.reset_optimizer()
     wanted = [update(), actor.weights_sha256()]
     actor.set_reference()
     torch.rand(3)
     reference, random = actor.reference_sha256(), torch.get_rng_state()
     update()
-    state = checkpoint_files.PolicyStore(actor).load_policy(folder)
+    state = CheckpointFiles(actor).load_policy(folder)
     found = {
         "weights": (actor.weights_sha256(), state["weights_sha256"]),
         "random": torch.equal(random, torch.get_rng_state()),
@@ -320,13 +320,14 @@ def killed_writes(actor: Any, out: Path) -> dict[str, list[Any]]:
     """
     from nemo_prorl.lifecycle import killpoints, retention
     from nemo_prorl.policy import checkpoint_files
+    from nemo_prorl.policy.checkpoint_files import CheckpointFiles
 
     def content(folder: Path) -> dict[str, bytes]:
         """The same of each write; torch notes a random identity in .metadata."""
         return {p.name: p.read_bytes() for p in folder.iterdir() if p.name not in ("state.json", ".metadata")}
 
     found: dict[str, list[Any]] = {}
-    checkpoint_files.PolicyStore(actor).save(whole := retention.step_folder(out / "before", 1), {"write": 1})
+    CheckpointFiles(actor).save(whole := retention.step_folder(out / "before", 1), {"write": 1})
     for point in (p for p in killpoints.POINTS if p.startswith("checkpoint:")):
 
         def die(name: str, point: str = point) -> None:
@@ -338,7 +339,7 @@ def killed_writes(actor: Any, out: Path) -> dict[str, list[Any]]:
         for module in (checkpoint_files, retention):
             setattr(module, "killpoint", die)  # noqa: B010
         try:
-            writer = checkpoint_files.PolicyStore(actor, background=False, seconds=60)
+            writer = CheckpointFiles(actor, background=False, seconds=60)
             writer.save(retention.step_folder(folder, step), {"write": 2}, on_complete=lambda: None)
             found[point] = ["was not passed"]
         except Killed:
@@ -361,7 +362,7 @@ def failing_writes(actor: Any, out: Path) -> dict[str, list[Any]]:
     """What each of two ranks is told when rank 1 cannot write, and when it never does."""
     import torch.distributed as dist
 
-    from nemo_prorl.policy import checkpoint_files
+    from nemo_prorl.policy.checkpoint_files import CheckpointFiles
 
     def full_disk(real: Callable[..., None], *arguments: Any) -> None:
         if dist.get_rank() == 1:
@@ -390,20 +391,20 @@ def failing_writes(actor: Any, out: Path) -> dict[str, list[Any]]:
 
     found = {}
     for way, background in (("background", True), ("foreground", False)):
-        writer, folder = checkpoint_files.PolicyStore(actor, background, 60), out / way
+        writer, folder = CheckpointFiles(actor, background, 60), out / way
         with patched_write("write_rest", full_disk):
             found[way] = told(partial(save_and_wait, writer, folder))
         there = folder.exists()
         found[f"{way}, again"] = told(partial(save_and_wait, writer, folder))
         found[f"{way}, there"] = [there, folder.exists()]
-    writer = checkpoint_files.PolicyStore(actor, background=True, seconds=60)
+    writer = CheckpointFiles(actor, background=True, seconds=60)
     with patched_write("write_rest", full_disk):
         writer.save(out / "first", {})
         while writer.busy:
             time.sleep(0.01)
     found["next save"] = told(lambda: writer.save(out / "second", {}))
     with patched_write("write_tensors", silent):
-        writer = checkpoint_files.PolicyStore(actor, background=True, seconds=1)
+        writer = CheckpointFiles(actor, background=True, seconds=1)
         writer.save(out / "silent", {})
         found["silent"] = told(writer.wait)
     return found

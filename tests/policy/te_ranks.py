@@ -123,19 +123,19 @@ def measure(case: Case, out: Path) -> None:
     step, batch = updates_of(actor), fixed_batch()
     found: dict[str, Any] = {"logp": actor.logprobs(batch)[0], "layers": str(actor.module.decoder.layers[0])}
     found["in_fp8"] = [any(getattr(part, "fp8", False) for part in x.modules()) for x in actor.module.decoder.layers]
-    checkpoint_files.PolicyStore(actor).save(out / "checkpoints" / f"{case.name}-0", {"step": 0})
+    checkpoint_files.CheckpointFiles(actor).save(out / "checkpoints" / f"{case.name}-0", {"step": 0})
     found["steps"] = [step() for _ in range(2)]
     found["shapes"] = sorted(actor._shapes)
     parameters = actor.module.named_parameters()
     found["fused"] = [name for name, p in parameters if getattr(p, "grad_added_to_main_grad", False)]
-    checkpoint_files.PolicyStore(actor).save(out / "checkpoints" / f"{case.name}-2", {"step": 2})
+    checkpoint_files.CheckpointFiles(actor).save(out / "checkpoints" / f"{case.name}-2", {"step": 2})
     found["weights"] = weights_of(actor)
     if case in (BF16, TENSORWISE):
         found["awake"] = as_on_a_gpu(actor, case, out)
     onward = [step(), step()]
     actor.set_reference()
     actor.reset_optimizer()
-    checkpoint_files.PolicyStore(actor).save(out / "checkpoints" / f"{case.name}-reset", {"step": 4})
+    checkpoint_files.CheckpointFiles(actor).save(out / "checkpoints" / f"{case.name}-reset", {"step": 4})
     found["onward"] = [onward, [step()]]
     if int(os.environ["RANK"]) == 0:
         torch.save(found, out / f"{case.name}.pt")
@@ -160,10 +160,10 @@ def as_on_a_gpu(actor: Any, case: Case, out: Path) -> dict[str, Any]:
         found["reference"] = scale * live.peak
         found["same"] = torch.equal(reference, actor.reference_logprobs(batch))
     for name, work in (
-        ("saving", lambda: checkpoint_files.PolicyStore(actor).save(out / "checkpoints" / f"{case.name}-gpu", {})),
+        ("saving", lambda: checkpoint_files.CheckpointFiles(actor).save(out / "checkpoints" / f"{case.name}-gpu", {})),
         ("hashing", actor.reference_sha256),
         ("resetting", lambda: (actor.set_reference(), actor.reset_optimizer(), actor.reference_sha256())),
-        ("loading", lambda: checkpoint_files.PolicyStore(actor).load(out / "checkpoints" / f"{case.name}-2")),
+        ("loading", lambda: checkpoint_files.CheckpointFiles(actor).load(out / "checkpoints" / f"{case.name}-2")),
     ):
         actor.stored_reference._sha256 = None
         with fake_gpu(list(actor.stored_reference.tensors.values())) as live:
@@ -180,7 +180,7 @@ def resume(case: Case, out: Path) -> None:
     actor = built(case, out)
     step, again = updates_of(actor), []
     for name, steps in (("2", 2), ("reset", 1)):
-        checkpoint_files.PolicyStore(actor).load(out / "checkpoints" / f"{case.name}-{name}")
+        checkpoint_files.CheckpointFiles(actor).load(out / "checkpoints" / f"{case.name}-{name}")
         again.append([step() for _ in range(steps)])
     if int(os.environ["RANK"]) == 0:
         torch.save(again, out / f"{case.name}-resumed.pt")
@@ -192,7 +192,7 @@ def cross(case: Case, folders: list[Path], out: Path) -> None:
 
     actor = built(case, out)
     for folder in folders:
-        checkpoint_files.PolicyStore(actor).load(folder)
+        checkpoint_files.CheckpointFiles(actor).load(folder)
         found = {"weights": weights_of(actor), "step": updates_of(actor)()}
         torch.save(found, out / f"{case.name}-from-{folder.name}.pt")
 

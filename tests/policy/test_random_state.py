@@ -84,7 +84,7 @@ def test_a_truncated_file_of_a_checkpoint_is_named_with_the_cure(tmp_path: Path)
 
 
 def test_metadata_that_would_run_code_is_refused_before_torch_reads_it(tmp_path: Path) -> None:
-    from nemo_prorl.policy.checkpoint_files import PolicyStore
+    from nemo_prorl.policy.checkpoint_files import CheckpointFiles
 
     write_model(tmp_path / "model", QWEN2, torch.float32)
     import_hf(tmp_path / "model", tmp_path / "imported")
@@ -94,24 +94,24 @@ def test_metadata_that_would_run_code_is_refused_before_torch_reads_it(tmp_path:
     file.write_bytes(pickle.dumps(RunsCode(tmp_path / "witness")))
     with pytest.raises(CheckpointError, match=r"\.metadata was refused: expected torch's metadata"):
         export_hf(tmp_path / "imported", tmp_path / "exported")
-    for load in (PolicyStore.load, PolicyStore.load_policy):
+    for load in (CheckpointFiles.load, CheckpointFiles.load_policy):
         with pytest.raises(CheckpointError, match=r"\.metadata was refused"):
-            load(object.__new__(PolicyStore), file.parent)
+            load(object.__new__(CheckpointFiles), file.parent)
     for content in (b"", good[: len(good) // 2]):
         file.write_bytes(content)
         with pytest.raises(CheckpointError, match=r"\.metadata cannot be read"):
             check_metadata(file.parent)
     file.write_bytes(good)
     torch.save(RunsCode(tmp_path / "witness"), file.parent / "common.pt")
-    for load in (PolicyStore.load, PolicyStore.load_policy):
+    for load in (CheckpointFiles.load, CheckpointFiles.load_policy):
         with pytest.raises(CheckpointError, match=r"common\.pt was refused"):
-            load(object.__new__(PolicyStore), file.parent)
+            load(object.__new__(CheckpointFiles), file.parent)
     assert not (tmp_path / "witness").exists()
 
 
 def test_an_object_that_would_run_code_is_refused_before_megatron_reads_it(tmp_path: Path) -> None:
     """Megatron unpickles what `.metadata` calls an object, even where the model expects a tensor."""
-    from nemo_prorl.policy.checkpoint_files import PolicyStore
+    from nemo_prorl.policy.checkpoint_files import CheckpointFiles
 
     write_model(tmp_path / "model", QWEN2, torch.float32)
     import_hf(tmp_path / "model", tmp_path / "imported")
@@ -129,9 +129,9 @@ def test_an_object_that_would_run_code_is_refused_before_megatron_reads_it(tmp_p
             check_objects(folder)
             continue
         words = rf"objects\.distcp was refused: expected {index.fqn} to be tensors" if offset > 5 else "objects.distcp"
-        for load in (PolicyStore.load, PolicyStore.load_policy):
+        for load in (CheckpointFiles.load, CheckpointFiles.load_policy):
             with pytest.raises(CheckpointError, match=words):
-                load(object.__new__(PolicyStore), folder)
+                load(object.__new__(CheckpointFiles), folder)
     assert not (tmp_path / "witness").exists()
     (folder / "objects.distcp").unlink()
     with pytest.raises(DamagedCheckpoint, match=r"objects\.distcp cannot be read"):

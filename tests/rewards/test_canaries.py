@@ -28,7 +28,7 @@ from nemo_prorl.rewards.canaries import (
 from nemo_prorl.rewards.client import RewardClient
 from nemo_prorl.rewards.discovery import Registry, discover
 from nemo_prorl.rewards.interface import Canary, RewardPlugin, RewardRequest, RewardResult, Verdict
-from nemo_prorl.rewards.judging import RewardService, plan_pools
+from nemo_prorl.rewards.judging import RewardService, pool_specs
 from tests.rewards.conftest import ROOT, StartServer, request_of
 
 SHIPPED = ("code", "instructions", "math", "puzzles", "stem")
@@ -195,7 +195,7 @@ def test_the_canaries_of_all_shipped_plugins_have_their_verdicts() -> None:
     )
 
     async def counts() -> Counter[str]:
-        service = RewardService(plan_pools(registry, SHIPPED, len(SHIPPED)), registry)
+        service = RewardService(pool_specs(registry, SHIPPED, len(SHIPPED)), registry)
         await service.start()
         try:
             verdicts = [await service.submit(RewardRequest.from_json(one.request)) for one in sent]

@@ -330,7 +330,7 @@ def test_a_sandboxed_plugin_is_checked_as_far_as_this_machine_can(
     def unfit(*_: object) -> None:
         raise UnfitMachine("no sandbox here")
 
-    monkeypatch.setattr(conformance, "plan_pools", unfit)
+    monkeypatch.setattr(conformance, "pool_specs", unfit)
     report = check_plugin(tested(more="    needs_sandbox = True"))
     assert report.failed == []
     assert [outcome.check for outcome in report.outcomes if outcome.state == "passed"] == ["import", "truth"]

@@ -13,7 +13,7 @@ import pytest
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.rewards.discovery import discover, make_plugin
 from nemo_prorl.rewards.interface import ENTRY_POINT_GROUP, RewardPlugin, RewardRequest, RewardResult
-from nemo_prorl.rewards.judging import plan_pools, share_out
+from nemo_prorl.rewards.judging import pool_specs, share_out
 
 
 def test_a_broken_plugin_is_reported_and_the_others_work(broken_plugins: Path) -> None:
@@ -39,7 +39,7 @@ def test_unknown_names_list_the_known(plugins: Path) -> None:
     with pytest.raises(ConfigError, match=r"no reward plugin judges task 'ecco'; known: .*echo.*odd"):
         registry.plugin_of_task("ecco")
     with pytest.raises(ConfigError, match=r"unknown reward plugin 'ecco'"):
-        plan_pools(registry, ["echo"], 1, {"ecco": {}})
+        pool_specs(registry, ["echo"], 1, {"ecco": {}})
 
 
 def test_two_packages_with_one_name_or_one_task_are_both_named(plugins: Path) -> None:

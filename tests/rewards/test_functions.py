@@ -23,7 +23,7 @@ from nemo_prorl.planning.overview import run_rows
 from nemo_prorl.rewards.discovery import discover, make_plugin
 from nemo_prorl.rewards.functions import identity, is_function, places, settings_of
 from nemo_prorl.rewards.interface import RewardPlugin, RewardRequest, Verdict, judge
-from nemo_prorl.rewards.judging import RewardService, plan_pools
+from nemo_prorl.rewards.judging import RewardService, pool_specs
 from tests.lifecycle.parts import leader
 from tests.whole_runs import Job, metrics_of
 
@@ -125,7 +125,7 @@ def returning(value: str, folder: Path) -> RewardPlugin:
 def test_a_worker_judges_by_it(place: str) -> None:
     async def judged() -> Verdict:
         registry = discover((), {"units": place})
-        service = RewardService(plan_pools(registry, ["units"], 1), registry)
+        service = RewardService(pool_specs(registry, ["units"], 1), registry)
         await service.start()
         try:
             return await service.judge(request("100"))
@@ -247,7 +247,7 @@ def test_the_function_of_the_page_asks_a_server_and_may_wait_four_times_its_time
     async def judged() -> Verdict:
         registry = discover((), functions)
         settings = settings_of({"plugins": {}, "functions": functions, "functions_time_s": seconds})
-        service = RewardService(plan_pools(registry, ["units"], 1, settings), registry)
+        service = RewardService(pool_specs(registry, ["units"], 1, settings), registry)
         await service.start()
         try:
             return await service.judge(request("10"))

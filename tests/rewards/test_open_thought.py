@@ -17,15 +17,15 @@ from nemo_prorl.data.laptop.model import build_tokenizer
 from nemo_prorl.data.render import PromptRenderer
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.evaluation.catalogue import Sampling, catalogue
-from nemo_prorl.evaluation.sampling import BenchmarkWork, Work, plan
+from nemo_prorl.evaluation.sampling import BenchmarkWork, Work, missing_work
 from nemo_prorl.evaluation.sources import LocalEngines, ServedModel
 from nemo_prorl.evaluation.store import Store
 from nemo_prorl.lifecycle.run_records import write_rollouts
 from nemo_prorl.rewards.client import RewardClient
 from nemo_prorl.rewards.interface import Verdict
 from nemo_prorl.rollout.endpoints import Response
-from nemo_prorl.rollout.engine_load import EngineLoad
 from nemo_prorl.rollout.groups import PromptDraw
+from nemo_prorl.rollout.open_responses import OpenResponses
 from tests.rewards.conftest import RunningServer, servers
 
 pytestmark = pytest.mark.starts
@@ -64,7 +64,7 @@ class Scripted:
     """Engines that answer every prompt twice: with the answer in a thought that is cut off, then behind it."""
 
     def __init__(self, renderer: PromptRenderer) -> None:
-        self.load = EngineLoad(1)
+        self.open_responses = OpenResponses(1)
         prompts = {tuple(renderer.prompt_ids(record)): record["task"] for record in RECORDS}
         self.answer_of = {ids: DOMAINS[task][1] for ids, task in prompts.items()}
         self.renderer = renderer
@@ -163,7 +163,7 @@ def test_evaluation(renderer: PromptRenderer, server: RunningServer, tmp_path: P
             async def judge(request: dict[str, Any]) -> Verdict:
                 return await rewards.score(request, Deadline(60, "a verdict"))
 
-            await Work(source, judge, 1).run(plan([BenchmarkWork(benchmark, store, RECORDS)], source))
+            await Work(source, judge, 1).run(missing_work([BenchmarkWork(benchmark, store, RECORDS)], source))
 
     try:
         asyncio.run(evaluate())

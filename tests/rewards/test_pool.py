@@ -25,7 +25,7 @@ from nemo_prorl.errors import RewardFailure
 from nemo_prorl.rewards import process_times
 from nemo_prorl.rewards.discovery import discover
 from nemo_prorl.rewards.interface import RewardRequest, Verdict
-from nemo_prorl.rewards.judging import RewardService, plan_pools
+from nemo_prorl.rewards.judging import RewardService, pool_specs
 from nemo_prorl.rewards.pool import PluginPool, PoolSpec, WorkerGone, _Job, _Worker
 from tests.rewards.conftest import request_of as json_of
 
@@ -89,7 +89,7 @@ def test_a_plugin_that_raises_is_infrastructure_and_named(plugins: Path) -> None
 
 def test_each_pool_has_the_settings_and_limits_of_its_server() -> None:
     given: dict[str, dict[str, Any]] = {"math": {"time_budget_s": 9.5}}
-    specs = plan_pools(discover(), ["code", "math"], 2, given, 7, 512, unsafe_no_sandbox=True, on_demand=True)
+    specs = pool_specs(discover(), ["code", "math"], 2, given, 7, 512, unsafe_no_sandbox=True, on_demand=True)
     code, math = sorted(specs, key=lambda spec: spec.plugin)
     limits: dict[str, Any] = {"workers": 2, "max_queue": 7, "memory_mb": 512, "unsafe_no_sandbox": True}
     assert math == PoolSpec("math", given["math"], budget_s=9.5, **limits)
@@ -162,7 +162,7 @@ def test_programs_in_the_sandbox_have_no_part_in_the_plugin_s_time(plugins: Path
         assert (await judged(pool, "spin"))["failure"] == "timeout"
 
     with_pool(steps, sandboxed=True)
-    specs = plan_pools(discover(), ["code", "math"], 2, on_demand=True)
+    specs = pool_specs(discover(), ["code", "math"], 2, on_demand=True)
     assert {spec.plugin: spec.sandboxed for spec in specs} == {"code": True, "math": False}
 
 
@@ -333,7 +333,7 @@ def test_who_has_workers_of_their_own_judges_again_when_one_fails(plugins: Path,
     one = request_of("odd", how, meta={"flag": str(tmp_path / "2")})
 
     async def main() -> list[Verdict]:
-        service = RewardService(plan_pools(registry, ["odd"], 1, on_demand=True), registry)  # started by its request
+        service = RewardService(pool_specs(registry, ["odd"], 1, on_demand=True), registry)  # started by its request
         try:
             return [verdict async for _, verdict in service.in_order(iter([one]), lambda request: request, 1)]
         finally:
@@ -452,7 +452,7 @@ def test_a_missed_deadline_quotes_the_last_failure_of_a_worker(plugins: Path) ->
 def test_a_service_hands_the_deadline_on_to_its_pool() -> None:
     async def main() -> Verdict:
         registry = discover()
-        service = RewardService(plan_pools(registry, ["math"], 1, on_demand=True), registry)  # which is not started
+        service = RewardService(pool_specs(registry, ["math"], 1, on_demand=True), registry)  # which is not started
         return await asyncio.wait_for(service.submit(request_of("math", "1"), 0.01), 10)
 
     assert "deadline of 0.01 s" in asyncio.run(main())["detail"]

@@ -11,7 +11,7 @@ from prorl_reward_puzzles.plugin import EVALUATED, PARSED, PuzzlesReward, is_for
 
 from nemo_prorl.rewards.discovery import discover
 from nemo_prorl.rewards.interface import RewardRequest, judge
-from nemo_prorl.rewards.judging import RewardService, plan_pools
+from nemo_prorl.rewards.judging import RewardService, pool_specs
 from tests.rewards.puzzle_answers import right_answer
 
 pytestmark = pytest.mark.starts
@@ -173,7 +173,7 @@ def test_an_answer_over_the_budget_ends_and_the_next_is_judged() -> None:
 
 async def over_the_budget() -> None:
     registry = discover()
-    service = RewardService(plan_pools(registry, ["puzzles"], 1, {"puzzles": {"time_budget_s": 1.0}}), registry)
+    service = RewardService(pool_specs(registry, ["puzzles"], 1, {"puzzles": {"time_budget_s": 1.0}}), registry)
     await service.start()
     try:
         for dataset, endless in (("countdown", "9**9**9**9"), ("rush_hour", "A+" + "9" * 12)):

@@ -22,7 +22,7 @@ from nemo_prorl.report.data import page_data
 from nemo_prorl.rewards.client import RewardClient
 from nemo_prorl.rewards.discovery import Registry, discover
 from nemo_prorl.rewards.interface import RewardPlugin, RewardRequest, RewardResult, Verdict, failed_verdict
-from nemo_prorl.rewards.judging import plan_pools
+from nemo_prorl.rewards.judging import pool_specs
 from nemo_prorl.rewards.second import (
     KEPT_PER_STEP,
     MOST_PER_STEP,
@@ -357,7 +357,7 @@ def test_data_of_a_second_verifier_beside_that_of_its_task_is_refused(tmp_path: 
 
 def test_a_second_verifier_gets_one_worker_beside_the_others() -> None:
     def workers(tasks: list[str]) -> dict[str, int]:
-        return {spec.plugin: spec.workers for spec in plan_pools(BOTH, tasks, 4)}
+        return {spec.plugin: spec.workers for spec in pool_specs(BOTH, tasks, 4)}
 
     assert workers(["a", "b", "again"]) == {"first": 4, "again": 1}
     assert workers(["again"]) == {"again": 4}

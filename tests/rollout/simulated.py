@@ -13,9 +13,9 @@ from nemo_prorl.deadlines import Deadline
 from nemo_prorl.rewards.interface import RewardResult, Verdict, failed_verdict, verdict_of
 from nemo_prorl.rollout.collector import Collector
 from nemo_prorl.rollout.endpoints import Response, SamplingParams
-from nemo_prorl.rollout.engine_load import EngineLoad
 from nemo_prorl.rollout.group_arrays import decode, encode
 from nemo_prorl.rollout.groups import CollectedBatch, PromptDraw
+from nemo_prorl.rollout.open_responses import OpenResponses
 
 _LOGP = -11184811 / 2**25  # about -1 / 3; as from an engine, a float32
 
@@ -128,7 +128,7 @@ class Simulated:
         self.random, self.delay, self.seconds = random.Random(seed), delay, seconds
         self.asked: list[tuple[list[int], SamplingParams]] = []
         self.closed = False
-        self.load = EngineLoad(1)
+        self.open_responses = OpenResponses(1)
 
     async def generate(
         self,

@@ -285,16 +285,16 @@ def test_the_fullest_cache_and_the_preemptions_of_all_engines_are_those_of_the_m
         async def measured(*peaks: float | None) -> tuple[float | None, float | None]:
             for fake, peak in zip(fakes, peaks, strict=True):
                 fake.kv_cache_peak = peak
-            pool.load.begin()
+            pool.open_responses.begin()
             await pool.generate([5], range(6), SAMPLING, Deadline(30, "a group"))
-            preemptions = pool.load.end().get("preemptions")
-            return pool.load.kv_cache_peak, preemptions
+            preemptions = pool.open_responses.end().get("preemptions")
+            return pool.open_responses.kv_cache_peak, preemptions
 
         assert await measured(0.25, 0.75, None) == (0.75, 4)  # two for each engine that reports
         assert await measured(0.25, 0.0, None) == (0.25, 4)
         fakes[0].kv_cache_peak = 1.0
         await pool.generate([5], range(6), SAMPLING, Deadline(30, "a validation"))  # between two measurements
-        assert pool.load.kv_cache_peak == 0.25
+        assert pool.open_responses.kv_cache_peak == 0.25
         assert await measured(None, None, None) == (None, None)
         await pool.close()
         for fake in fakes:
@@ -308,17 +308,17 @@ def test_a_restarted_engine_gets_the_current_weights_first(tmp_path: Path) -> No
         first = await Fake(folder).start()
         pool = EnginePool(folder, "t")
         await pool.publish("file", 3, Deadline(30, "weights"))
-        pool.load.begin()
+        pool.open_responses.begin()
         await first.stop()
         request = asyncio.ensure_future(pool.generate([5], [1], SAMPLING, Deadline(30, "a group"), version=3))
         await asyncio.sleep(0.3)  # connection refused, at least once
         second = await Fake(folder).start()
         assert tokens(await request) == [[1, 2]]
-        assert pool.load.end()["lost_s"] > 0.0
-        pool.load.lost("engine-0")
+        assert pool.open_responses.end()["lost_s"] > 0.0
+        pool.open_responses.lost("engine-0")
         await pool.publish("file", 4, Deadline(30, "weights"))
-        pool.load.begin()
-        assert pool.load.end()["lost_s"] == 0.0  # it loaded
+        pool.open_responses.begin()
+        assert pool.open_responses.end()["lost_s"] == 0.0  # it loaded
         await pool.close()
         await second.stop()
         assert second.calls == [("weights", 3), ("generate", [1]), ("weights", 4)]
@@ -335,7 +335,7 @@ def test_an_engine_that_failed_is_back_with_its_first_answer(tmp_path: Path, cap
         request = asyncio.ensure_future(pool.generate([5], [1, 2], SAMPLING, Deadline(30, "a group"), seen.append))
         while not seen:
             await asyncio.sleep(0.01)
-        assert (pool.load._lost, pool._slots["engine-0"].pause.failures) == (set(), 1)
+        assert (pool.open_responses._lost, pool._slots["engine-0"].pause.failures) == (set(), 1)
         assert fake.hold is not None
         fake.hold.set()
         assert tokens(await request) == [[1, 2], [2, 2]]
@@ -347,12 +347,12 @@ def test_an_engine_that_failed_is_back_with_its_first_answer(tmp_path: Path, cap
         assert [message.split(": ")[0] for message in failures] == ["engine-0 failed (1 in a row)"] * 2
 
         await pool.announce("other", 4)
-        pool.load.lost("engine-0")
+        pool.open_responses.lost("engine-0")
         fake.hold = asyncio.Event()
         request = asyncio.ensure_future(pool.generate([5], [1], SAMPLING, Deadline(30, "a group"), version=4))
         while not fake.in_flight:
             await asyncio.sleep(0.01)
-        assert pool.load._lost == set()
+        assert pool.open_responses._lost == set()
         fake.hold.set()
         await request
         await pool.close()

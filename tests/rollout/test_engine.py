@@ -22,8 +22,8 @@ from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import EngineFailure, EngineRefused
 from nemo_prorl.rollout.endpoints import EngineClient, Response, SamplingParams, response_seed
 from nemo_prorl.rollout.engine.endpoint import served_file
-from nemo_prorl.rollout.engine_load import EngineLoad
 from nemo_prorl.rollout.engines import EnginePool
+from nemo_prorl.rollout.open_responses import OpenResponses
 from nemo_prorl.rollout.weight_store import WeightStore
 from tests.rollout.engines import (
     CONFIG,
@@ -154,7 +154,7 @@ def test_responses_that_lose_their_place_in_the_cache_are_counted_and_go_on_as_t
     sampling = SamplingParams(temperature=1.2, max_tokens=110, stop_token_ids=())
 
     async def work(client: EngineClient) -> tuple[list[Response], float]:
-        load = EngineLoad(1)
+        load = OpenResponses(1)
         load.begin()
         groups = await asyncio.gather(
             *(
@@ -393,7 +393,7 @@ def test_the_use_of_the_kv_cache_grows_with_the_open_responses_and_falls_again(e
     blocks = (256 << 20) // (32 * 2048)  # a block has 32 tokens of 2 KiB
 
     async def peak(client: EngineClient, responses: int) -> float:
-        load = EngineLoad(1)
+        load = OpenResponses(1)
         load.begin()
         await ask(client, SHORT[0], range(responses), sampling, on_kv_cache_use=load.kv_cache_used)
         assert load.end()["preemptions"] == 0

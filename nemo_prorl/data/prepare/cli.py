@@ -28,99 +28,81 @@ def add_parser(commands: Any) -> None:
 
 
 def _add_options(one: argparse.ArgumentParser) -> None:
+    add = one.add_argument
     text = "a name from `prorl data sources`; or paper: all that data=prorl and the paper's benchmarks need"
-    one.add_argument("source", metavar="SOURCE", help=text)
+    add("source", metavar="SOURCE", help=text)
     text = "file or folder to read, or 'hub' (Hugging Face); for paper: 'hub' (default), or a folder with a folder for"
     text += " each source, FOLDER/SOURCE, with the files as published"
-    one.add_argument("--from", dest="origin", metavar="PATH", help=text)
-    one.add_argument("--out", metavar="DIR", type=Path, required=True, help="folder for the output")
+    add("--from", dest="origin", metavar="PATH", help=text)
+    add("--out", metavar="DIR", type=Path, required=True, help="folder for the output")
     text = "only this part of the source: a data set in its files, a task of reasoning-gym, a folder of paper; default:"
     text += " everything"
-    one.add_argument("--only", metavar="PART", default="", help=text)
+    add("--only", metavar="PART", default="", help=text)
     text = "only rows from this date on; default: livecodebench: the paper's period"
-    one.add_argument("--since", type=_date, metavar="YYYY-MM-DD", help=text)
-    text = "only rows up to this date, included; default: as --since"
-    one.add_argument("--until", type=_date, metavar="YYYY-MM-DD", help=text)
-    one.add_argument("--name", help="prefix of the records' ids; default: --task, or SOURCE")
-    one.add_argument(
-        "--size", type=_count, metavar="N", help="number of records, drawn at random by --seed; default: all"
-    )
+    add("--since", type=_date, metavar="YYYY-MM-DD", help=text)
+    add("--until", type=_date, metavar="YYYY-MM-DD", help="only rows up to this date, included; default: as --since")
+    add("--name", help="prefix of the records' ids; default: --task, or SOURCE")
+    add("--size", type=_count, metavar="N", help="number of records, drawn at random by --seed; default: all")
     text = "for paper: multiply all numbers of records by X, for a trial; default: 1"
-    one.add_argument("--scale", type=_share, default=1.0, metavar="X", help=text)
+    add("--scale", type=_share, default=1.0, metavar="X", help=text)
     text = "records for validation; default: all for a benchmark, 9600 for reasoning-gym, otherwise 0"
-    one.add_argument("--holdout", type=_holdout_count, metavar="N|all", help=text)
-    one.add_argument("--limit", type=_count, metavar="N", help="read only the first N rows, for a trial; default: all")
-    one.add_argument(
-        "--seed",
-        type=_count,
-        default=0,
-        help="random seed of the draws of --size and --holdout, and of puzzles; default: 0",
-    )
+    add("--holdout", type=_holdout_count, metavar="N|all", help=text)
+    add("--limit", type=_count, metavar="N", help="read only the first N rows, for a trial; default: all")
+    text = "random seed of the draws of --size and --holdout, and of puzzles; default: 0"
+    add("--seed", type=_count, default=0, help=text)
     _add_records(one)
     _add_filters(one)
     _add_judge(one.add_argument_group("agreement of the two solutions of a problem (scp-116k)"))
 
 
 def _add_records(one: argparse.ArgumentParser) -> None:
+    add = one.add_argument
     text = "prompts as messages or plain text; default: messages"
-    one.add_argument("--prompt", choices=("messages", "text"), default="messages", help=text)
-    one.add_argument(
-        "--format", dest="form", choices=("jsonl", "parquet"), default="jsonl", help="output format; default: jsonl"
-    )
-    one.add_argument(
-        "--field", action="append", default=[], metavar="NAME=COLUMN", help="column to read for field NAME; repeatable"
-    )
-    one.add_argument("--task", help="task of the records, for your own reward; prompts are the bare problems")
+    add("--prompt", choices=("messages", "text"), default="messages", help=text)
+    add("--format", dest="form", choices=("jsonl", "parquet"), default="jsonl", help="output format; default: jsonl")
+    add("--field", action="append", default=[], metavar="NAME=COLUMN", help="column to read for field NAME; repeatable")
+    add("--task", help="task of the records, for your own reward; prompts are the bare problems")
     text = "column with a right response, which a warm-up teaches (meta.target); default: none"
-    one.add_argument("--target", metavar="COLUMN", help=text)
+    add("--target", metavar="COLUMN", help=text)
     text = "column to keep: in the truth with --task, where a reward function finds it, otherwise in meta; repeatable"
-    one.add_argument("--keep", action="append", default=[], metavar="COLUMN", help=text)
-    one.add_argument("--licence", default="", help="licence for the manifest; default: the source's")
-    one.add_argument(
-        "--revision", help="commit, tag or branch for --from hub; default: the pinned commit, else the newest"
-    )
+    add("--keep", action="append", default=[], metavar="COLUMN", help=text)
+    add("--licence", default="", help="licence for the manifest; default: the source's")
+    add("--revision", help="commit, tag or branch for --from hub; default: the pinned commit, else the newest")
 
 
 def _add_filters(one: argparse.ArgumentParser) -> None:
-    one.add_argument(
-        "--tokenizer",
-        type=Path,
-        metavar="FOLDER",
-        help="model folder whose tokenizer counts prompt tokens; default: none",
-    )
-    one.add_argument(
-        "--max-prompt-tokens", type=_count, metavar="N", help="drop prompts with more than N tokens; default: no limit"
-    )
+    add = one.add_argument
+    text = "model folder whose tokenizer counts prompt tokens; default: none"
+    add("--tokenizer", type=Path, metavar="FOLDER", help=text)
+    add("--max-prompt-tokens", type=_count, metavar="N", help="drop prompts with more than N tokens; default: no limit")
     text = "drop problems that overlap with FILE; repeatable"
-    one.add_argument("--against", action="append", default=[], type=Path, metavar="FILE", help=text)
+    add("--against", action="append", default=[], type=Path, metavar="FILE", help=text)
     text = "consecutive words that an overlap has in common; default: 13"
-    one.add_argument("--ngram", type=_count, default=13, metavar="N", help=text)
+    add("--ngram", type=_count, default=13, metavar="N", help=text)
     text = "share of the shorter text that an overlap has in common; default: 0.6"
-    one.add_argument("--overlap", type=float, default=0.6, metavar="X", help=text)
+    add("--overlap", type=float, default=0.6, metavar="X", help=text)
     text = "number of gold answers to judge; default: 200"
-    one.add_argument("--check", type=_all_or_count, default=200, metavar="N|all", help=text)
+    add("--check", type=_all_or_count, default=200, metavar="N|all", help=text)
     text = "leave out mathematical problems whose answer is ordinary words; default: a warning counts them"
-    one.add_argument("--drop-worded", action="store_true", help=text)
-    one.add_argument(
-        "--workers", type=_count, default=1, help="processes that judge gold answers and generate puzzles; default: 1"
-    )
+    add("--drop-worded", action="store_true", help=text)
+    add("--workers", type=_count, default=1, help="processes that judge gold answers and generate puzzles; default: 1")
     text = "if no sandbox works here, run programs with all rights of this user"
-    one.add_argument("--unsafe-no-sandbox", action="store_true", help=text)
+    add("--unsafe-no-sandbox", action="store_true", help=text)
 
 
 def _add_judge(group: Any) -> None:
+    add = group.add_argument
     text = "comparison of the solutions, by a judge model or by their boxed answers (grader); default: judge"
-    group.add_argument("--agreement", choices=_AGREEMENTS, default="judge", help=text)
-    text = "base URL of the judge's OpenAI-compatible API, such as http://host:8000/v1"
-    group.add_argument("--judge-url", metavar="URL", help=text)
+    add("--agreement", choices=_AGREEMENTS, default="judge", help=text)
+    add("--judge-url", metavar="URL", help="base URL of the judge's OpenAI-compatible API, such as http://host:8000/v1")
     text = "name of the judge's model; PRORL_JUDGE_KEY (environment variable): its API key, if needed"
-    group.add_argument("--judge-model", metavar="NAME", help=text)
+    add("--judge-model", metavar="NAME", help=text)
     text = "maximum concurrent requests to the judge; default: 16"
-    group.add_argument("--judge-workers", type=_count, default=16, metavar="N", help=text)
+    add("--judge-workers", type=_count, default=16, metavar="N", help=text)
     text = "maximum seconds for one verdict, retries included; default: 300"
-    group.add_argument("--judge-deadline-s", type=float, default=300.0, metavar="S", help=text)
+    add("--judge-deadline-s", type=float, default=300.0, metavar="S", help=text)
     text = "print the judge's requests and tokens, and stop before the first request"
-    group.add_argument("--estimate", action="store_true", help=text)
+    add("--estimate", action="store_true", help=text)
 
 
 def _count(text: str) -> int:

@@ -57,10 +57,10 @@ async def _judge(
 ) -> dict[int, str]:
     from nemo_prorl.rewards.discovery import discover
     from nemo_prorl.rewards.interface import RewardRequest, Verdict
-    from nemo_prorl.rewards.judging import RewardService, plan_pools
+    from nemo_prorl.rewards.judging import RewardService, pool_specs
 
     registry, tasks = discover(), sorted({record["task"] for record in records})
-    service = RewardService(plan_pools(registry, tasks, workers, unsafe_no_sandbox=unsafe_no_sandbox), registry)
+    service = RewardService(pool_specs(registry, tasks, workers, unsafe_no_sandbox=unsafe_no_sandbox), registry)
     failed: dict[int, str] = {}
     waiting: deque[tuple[int, asyncio.Task[Verdict]]] = deque()
     logged_at = time.monotonic()

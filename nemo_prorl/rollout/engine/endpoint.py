@@ -4,8 +4,6 @@ Runs in the rollout environment.
 """
 
 import argparse
-import contextlib
-import json
 import os
 from pathlib import Path
 from typing import Annotated, Literal, TypedDict
@@ -44,13 +42,6 @@ def write_endpoint(args: argparse.Namespace, port: int) -> None:
         "weight_version": UNPUBLISHED,
     }
     write_json(Path(args.endpoint_file), endpoint)
-
-
-def remove_endpoint(path: str) -> None:
-    """Remove the endpoint file if this process wrote it; the file of a successor stays."""
-    with contextlib.suppress(OSError, ValueError), open(path, encoding="ascii") as file:
-        if json.load(file)["pid"] == os.getpid():
-            os.unlink(path)
 
 
 def served_file(endpoint_file: str) -> Path:

@@ -53,7 +53,7 @@ if not __package__:  # started by path: replace this folder, whose module names 
     sys.path[0] = ROOT
 
 from nemo_prorl import stacks  # noqa: E402
-from nemo_prorl.rollout.engine.endpoint import UNPUBLISHED, remove_endpoint, served_file, write_endpoint  # noqa: E402
+from nemo_prorl.rollout.engine.endpoint import UNPUBLISHED, served_file, write_endpoint  # noqa: E402
 from nemo_prorl.rollout.engine.guard import Guard  # noqa: E402
 from nemo_prorl.rollout.engine.requests import (  # noqa: E402
     BadRequest,
@@ -69,7 +69,7 @@ from nemo_prorl.rollout.engine.setup import is_cpu_build, limits_of, make_engine
 from nemo_prorl.rollout.engine.sleep import HELD_SUFFIX, EngineSleep, Refused, wait_while_held  # noqa: E402
 from nemo_prorl.rollout.engine.vllm_internals import kv_cache_use  # noqa: E402
 from nemo_prorl.rollout.engine.weight_load import Shapes, UnfitWeights, check_fits, check_held, shapes_of_model  # noqa: E402
-from nemo_prorl.service import is_authorized, listening_socket, read_token  # noqa: E402
+from nemo_prorl.service import is_authorized, is_own, listening_socket, read_token  # noqa: E402
 from nemo_prorl.tracing import RECORDER, answer  # noqa: E402
 
 _log = logging.getLogger("nemo_prorl.rollout.engine.server")
@@ -410,38 +410,31 @@ def make_app(lifespan: Any, token: str) -> Any:
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(prog="nemo_prorl.rollout.engine.server", description="One rollout engine (vLLM).")
-    p.add_argument("--model", required=True, help="Hugging Face model folder: config.json and *.safetensors")
-    p.add_argument("--token-file", required=True, help="file with the run's token, readable by its owner only")
-    p.add_argument("--weights-dir", required=True, help="the only folder from which POST /weights loads files")
-    p.add_argument("--endpoint-file", help="JSON file to write when ready, with url, pid and state; default: none")
-    p.add_argument("--index", type=int, default=0, help="number of this engine in the run, from 0; default: 0")
-    p.add_argument(
+    add = p.add_argument
+    add("--model", required=True, help="Hugging Face model folder: config.json and *.safetensors")
+    add("--token-file", required=True, help="file with the run's token, readable by its owner only")
+    add("--weights-dir", required=True, help="the only folder from which POST /weights loads files")
+    add("--endpoint-file", help="JSON file to write when ready, with url, pid and state; default: none")
+    add("--index", type=int, default=0, help="number of this engine in the run, from 0; default: 0")
+    add(
         "--parent-pid", type=int, help="id of a process to watch: the engine ends when that process ends; default: none"
     )
-    p.add_argument("--host", default="127.0.0.1", help="address to listen on; default: 127.0.0.1")
-    p.add_argument("--public-host", help="host name written to the endpoint file; default: --host")
-    p.add_argument("--port", type=int, default=0, help="TCP port; default: 0, any free port")
-    p.add_argument("--dtype", default="float32", help="dtype of the model: float32 (default), bfloat16, float16")
-    p.add_argument("--float32-head", action="store_true", help="compute logits in float32 with every --dtype")
-    p.add_argument("--tp", type=int, default=1, help="tensor parallel size, in GPUs; default: 1")
-    p.add_argument("--threads", type=int, default=1, help="OpenMP threads, on CPU builds of vLLM; default: 1")
-    p.add_argument(
-        "--max-model-len", type=int, default=512, help="maximum tokens of prompt plus response; default: 512"
-    )
-    p.add_argument("--max-num-seqs", type=int, default=256, help="maximum concurrent responses; default: 256")
-    p.add_argument("--max-batched-tokens", type=int, default=4096, help="maximum tokens per engine step; default: 4096")
-    p.add_argument("--kv-mb", type=int, help="size of the KV cache in MiB; default: vLLM's share of the device")
-    p.add_argument("--eager", action="store_true", help="run the model without compiling it")
-    p.add_argument("--sleep", action="store_true", help="allow the engine to sleep (POST /sleep)")
-    p.add_argument(
-        "--hold-file", help="file whose removal the engine awaits before it takes device memory; default: none"
-    )
-    p.add_argument(
-        "--hold-s", type=float, default=3600.0, help="seconds to wait for the removal of --hold-file; default: 3600"
-    )
-    p.add_argument(
-        "--health-s", type=float, default=30.0, help="seconds to wait for vLLM's core in GET /health; default: 30"
-    )
+    add("--host", default="127.0.0.1", help="address to listen on; default: 127.0.0.1")
+    add("--public-host", help="host name written to the endpoint file; default: --host")
+    add("--port", type=int, default=0, help="TCP port; default: 0, any free port")
+    add("--dtype", default="float32", help="dtype of the model: float32 (default), bfloat16, float16")
+    add("--float32-head", action="store_true", help="compute logits in float32 with every --dtype")
+    add("--tp", type=int, default=1, help="tensor parallel size, in GPUs; default: 1")
+    add("--threads", type=int, default=1, help="OpenMP threads, on CPU builds of vLLM; default: 1")
+    add("--max-model-len", type=int, default=512, help="maximum tokens of prompt plus response; default: 512")
+    add("--max-num-seqs", type=int, default=256, help="maximum concurrent responses; default: 256")
+    add("--max-batched-tokens", type=int, default=4096, help="maximum tokens per engine step; default: 4096")
+    add("--kv-mb", type=int, help="size of the KV cache in MiB; default: vLLM's share of the device")
+    add("--eager", action="store_true", help="run the model without compiling it")
+    add("--sleep", action="store_true", help="allow the engine to sleep (POST /sleep)")
+    add("--hold-file", help="file whose removal the engine awaits before it takes device memory; default: none")
+    add("--hold-s", type=float, default=3600.0, help="seconds to wait for the removal of --hold-file; default: 3600")
+    add("--health-s", type=float, default=30.0, help="seconds to wait for vLLM's core in GET /health; default: 30")
     return p.parse_args(argv)
 
 
@@ -477,8 +470,8 @@ def serve(args: argparse.Namespace, token: str, shapes: Shapes, guard: Guard) ->
         _log.info("engine %d serves %s on port %d", args.index, args.model, sock.getsockname()[1])
         yield
         watch.cancel()
-        if args.endpoint_file:
-            remove_endpoint(args.endpoint_file)
+        if args.endpoint_file and is_own(file := Path(args.endpoint_file)):
+            file.unlink(missing_ok=True)
         engine.shutdown()
 
     config = uvicorn.Config(

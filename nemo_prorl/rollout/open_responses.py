@@ -10,7 +10,7 @@ import time
 TAIL_SHARE = 0.05  # the tail begins when open responses stay at or below this share of their maximum
 
 
-class EngineLoad:
+class OpenResponses:
     """Record of the number of open responses of all engines over time.
 
     `begin` starts a measurement.  `end` returns its values, which metrics.jsonl contains under `time/rollout/`.

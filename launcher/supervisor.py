@@ -297,7 +297,8 @@ class NodeSupervisor:
         tasks = [name_of(task, functions[task]) if task in functions else task for task in self.tasks]
         command += ["--tasks", ",".join(tasks), "--token-file", str(self.endpoints / "token")]
         command += ["--endpoint-file", str(self.endpoints / f"{name}.json"), "--parent-pid", str(os.getpid())]
-        command += ["--settings", json.dumps(settings_of(plain(cfg.rewards)))]
+        used = {task: place for task, place in functions.items() if task in self.tasks}  # it knows no others
+        command += ["--settings", json.dumps(settings_of({**plain(cfg.rewards), "functions": used}))]
         command += ["--host", self._bind, "--public-host", self._public]
         command += ["--unsafe-no-sandbox"] if cfg.rewards.unsafe_no_sandbox else []
         return self._child(name, command, {"OMP_NUM_THREADS": "1"}, cfg.rollout.max_restarts, True)

@@ -252,7 +252,7 @@ def of_table(path: str | Path, options: str = "", made: str = "train.jsonl") -> 
     """Return how to make prompt records of a CSV file; `made`: the file that `prorl data prepare` writes."""
     return (
         "prompt records are .jsonl or .parquet files. Fix: make them with prorl data prepare math --from"
-        f" {path}{options} --out DIR, and take DIR/{made}"
+        f" {path}{options} --out DIR (with --task NAME if your function judges them), and take DIR/{made}"
     )
 
 

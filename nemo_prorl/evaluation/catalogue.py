@@ -141,11 +141,11 @@ def read(path: Path, own: str | None = None) -> Benchmark:
 def read_own(path: Path) -> Benchmark:
     """Return the user's benchmark: a yaml file of the catalogue's form, or a .jsonl file of prompt records of one task.
 
-    Raises ConfigError: the file cannot be read, is of neither form, or has the name of another benchmark.
+    Raises ConfigError: the file is of neither form, or has another benchmark's name.  DataError: as `read_records`.
     """
-    if path.suffix in (".csv", ".tsv"):
-        from nemo_prorl.data.records import of_table
+    from nemo_prorl.data.records import of_table, read_records
 
+    if path.suffix in (".csv", ".tsv"):
         raise ConfigError(f"--benchmarks {path}: {of_table(path, ' --holdout all', 'validation.jsonl')}")
     if (known := catalogue().get(path.stem)) is not None:
         if known.file is not None and Path(known.file) == path.resolve():  # of an installed package
@@ -153,14 +153,8 @@ def read_own(path: Path) -> Benchmark:
         raise ConfigError(f"--benchmarks {path}: another benchmark has this name (--list). Fix: rename the file")
     if path.suffix != ".jsonl":
         return read(path, str(path.resolve()))
-    try:
-        text = path.read_bytes()
-        task = json.loads(text.split(b"\n", 1)[0])["task"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"--benchmarks {path}: expected prompt records, one JSON object per line: {error!r}"
-        ) from error
-    digest, whole = hashlib.sha256(text).hexdigest(), str(path.resolve())
+    task = read_records(path)[0]["task"]
+    digest, whole = hashlib.sha256(path.read_bytes()).hexdigest(), str(path.resolve())
     return Benchmark(name=path.stem, sha256=digest, task=task, source=path.name, prompts=path.name, file=whole)
 
 

@@ -318,8 +318,8 @@ def _summary(one: Difference, base: str) -> str:
     if not (solved["gained"] or solved["lost"] or solved["both"]):
         return f"{text}No prompt was solved by either of them."
     text += (
-        f"Prompts solved at least once: by {one['model']} alone {solved['gained']}, by {base} alone {solved['lost']},"
-        f" by both {solved['both']}."
+        f"Prompts solved at least once in as many tries: by {one['model']} alone {solved['gained']},"
+        f" by {base} alone {solved['lost']}, by both {solved['both']}."
     )
     if k == 1:  # the base is as good at the first try
         return text

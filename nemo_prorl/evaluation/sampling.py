@@ -106,7 +106,10 @@ async def sample_and_judge(
         prompts = missing_work(parts, source)
         to_draw, to_judge = sum(len(one.to_draw) for one in prompts), sum(len(one.to_judge) for one in prompts)
         stored = sum(len(one.store.lines) for one in parts)
-        _log.info("%d responses are stored; %d to sample, %d to judge", stored, to_draw, to_judge)
+        counted = sum(len(one.records) * one.benchmark.sampling.samples for one in parts)
+        surplus = stored + to_draw - counted
+        rest = f" ({surplus} of them do not count: --samples is smaller now)" if surplus > 0 else ""
+        _log.info("%d responses are stored%s; %d to sample, %d to judge", stored, rest, to_draw, to_judge)
         if not to_draw and not to_judge:
             return None
         tasks = sorted({record["task"] for one in parts for record in one.records})

@@ -205,15 +205,16 @@ def test_a_file_of_records_is_a_benchmark(tmp_path: Path) -> None:
         ("nowhere.yaml", None, "expected the yaml file of a benchmark"),
         ("mine.yaml", "{task: math}", "expected exactly one of 'prompts'"),
         ("mine.yaml", "{task: math, prompts: x, colour: red}", r"unknown key colour \(=red\)"),
-        ("mine.jsonl", "{}", "expected prompt records"),
-        ("q.csv", None, "q.csv: prompt records are .* math --from .*q.csv --holdout all --out DIR, and take DIR/valid"),
+        ("mine.jsonl", '{"question": "1?", "answer": "1"}', "mine.jsonl:1: .*'id'"),
+        ("mine.jsonl", "", "mine.jsonl: the file has no records"),
+        ("q.csv", None, "q.csv: prompt records are .* math --from .*q.csv --holdout all --out DIR .* take DIR/valid"),
         ("acre.yaml", "{task: math, prompts: x}", "another benchmark has this name"),
     ],
 )
 def test_a_wrong_file_is_refused(name: str, text: str | None, says: str, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / name).write_text(text)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises((ConfigError, DataError), match=says):
         choose(str(tmp_path / name))
 
 

@@ -56,3 +56,20 @@ def test_the_page_is_walked(
     assert after["scorer"] == results("trained")["scorer"]
     assert f"measure: judged by {after['scorer']} at " in printed[4]
     assert printed[-1].endswith("equal to runs/measured/base/results.json\n")
+
+
+def test_a_run_s_function_of_another_task_and_fewer_samples(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The reward server is not asked for the function of a task that no benchmark has."""
+    monkeypatch.chdir(tmp_path)
+    Path("measure.py").write_text(MENDED)
+    record = {"id": "m", "task": "measure", "prompt": "1?", "truth": {"answer": "1", "source": "book"}}
+    Path("measure.jsonl").write_text(json.dumps(record) + "\n")
+    words = ["evaluate", url, "--model", "tiny", "--benchmarks", "./measure.jsonl", "--out", "runs/measured/base"]
+    words += ["rewards.functions.measure=measure.py:score", "rewards.functions.other=measure.py:score", "--samples"]
+    assert main([*words, "4"]) == 0
+    assert results("base")["reward"]["mean"] == 1.0
+    caplog.set_level("INFO")
+    assert main([*words, "3"]) == 0
+    assert "4 responses are stored (1 of them do not count: --samples is smaller now); 0 to sample" in caplog.text

@@ -146,7 +146,7 @@ def test_an_engine_may_end_as_before_once_any_engine_of_the_run_has_served(tmp_p
 
 def test_the_reward_server_is_told_tasks_functions_and_settings(tmp_path: Path) -> None:
     overrides = ["+rewards.functions.mine=/f.py:score", "rewards.workers=3", "rewards.unsafe_no_sandbox=true"]
-    overrides.append("rewards.functions_time_s=33")
+    overrides += ["rewards.functions_time_s=33", "+rewards.functions.unused=/f.py:other"]
     server = node_of_two(tmp_path, *overrides, "+rewards.plugins.math.time_budget_s=9.5")._rewards()
     parser = argparse.ArgumentParser()
     add_server_arguments(parser)

@@ -483,7 +483,8 @@ def with_template(model: Path, template: str) -> Path:
 )
 def test_an_end_of_replies_that_is_not_eos_is_told(template: str, told: bool, tmp_path: Path) -> None:
     model = with_template(write_model(tmp_path / "model", QWEN2), template)
-    assert bool(fault := unwritten_eos(model)) == told
+    fault = unwritten_eos(model)
+    assert bool(fault) == told
     if fault:
         assert "ends a reply with '<|im_end|>', but the tokenizer's eos is '<eos>'" in fault
         assert fault.endswith('Fix: eos_token="<|im_end|>" in tokenizer_config.json, and eos_token_id=1 in config.json')

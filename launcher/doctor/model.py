@@ -21,7 +21,7 @@ from nemo_prorl.data.model_folder import (
     unwritten_eos,
     weights_fault,
 )
-from nemo_prorl.data.prepared import missing_files, task_of
+from nemo_prorl.data.prepared import missing_files, read_sources
 from nemo_prorl.files import objects_in
 from nemo_prorl.launcher.doctor.check import Check, NoAnswer, ask
 from nemo_prorl.lifecycle.base_model import initial_model
@@ -154,9 +154,7 @@ def source_with_messages(cfg: DictConfig) -> str | None:
     """Return the name of the first source whose message lists need a chat template; None if no source does."""
     if cfg.data.prompt in ("text", "r1"):  # message lists become texts
         return None
-    tasks = cfg.data.tasks  # training sources of other tasks are left out; validation keeps all its records
-    drawn = [s for s in cfg.data.train if tasks is None or s.path is not None or task_of(s.generator) in tasks]
-    for source in (*drawn, *cfg.data.validation):
+    for source in read_sources(cfg):
         if cfg.data.prompt == "chat" or (source.path is not None and _has_messages(Path(source.path))):
             return str(source.name)
     return None

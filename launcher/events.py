@@ -97,11 +97,17 @@ class Events:
     def failure(self, what: str, **fields: Unpack[HookFields]) -> None:
         """Write the failure that ends the run to the journal, and call the hook with it."""
         self.update()  # events of the journal come first
-        step, journal = last_step(self.dir), Journal(self.dir)
+        self._record("failure", _reason(what, fields.get("log", ())))
+        self.emit("failure", last_step(self.dir), what, **fields)
+
+    def stopped(self, what: str) -> None:
+        """Write to the journal that a signal ended the run while its trainer started.  `update` calls the hook."""
+        self._record("stop", what)
+
+    def _record(self, event: str, reason: str) -> None:
         if (self.dir / "config.yaml").is_file():  # otherwise no run has begun in this folder
-            with suppress(OSError):  # the disk may be full, and the failure is also in the log
-                journal.append("failure", step, reason=_reason(what, fields.get("log", ())))
-        self.emit("failure", step, what, **fields)
+            with suppress(OSError):  # the disk may be full, and the reason is also in the log
+                Journal(self.dir).append(event, last_step(self.dir), reason=reason)
 
     def emit(self, event: HookName, step: int, what: str, **fields: Unpack[HookFields]) -> None:
         """Call the hook in the background, now or when an earlier call has ended.

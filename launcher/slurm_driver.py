@@ -10,8 +10,9 @@ event                 reaction
 exit 0, 2, 3 or 4     the job ends with this code; after 3 it is requeued without the unfit node if enough nodes remain
 crash                 starts again in this allocation, at most `launch.attempts` times in a row without a new checkpoint
 SIGUSR1, preemption   the run is stopped cleanly; the job is requeued once the run has ended, or when time runs out
-lost node             Slurm requeues the job; where it only ends the step, as after a crash or as for a bad node
-bad node              a node that fails twice in a row or starts no program: the job is requeued without it
+lost node             Slurm requeues the job; if Slurm ends only the step, the reaction is that to a crash or a bad node
+bad node              a node that fails twice in a row or starts no program: the job is requeued without it if enough
+                      nodes remain; otherwise the reaction is that to a crash
 `prorl control stop`  the job ends with 75
 scancel               the job is not requeued: after SIGTERM this process starts nothing and sends Slurm no requests
 requeue by Slurm      if Slurm has started the job elsewhere, this process ends
@@ -36,14 +37,15 @@ ROOT = Path(__file__).absolute().parent.parent.parent  # of the link nemo_prorl/
 if not __package__:  # started by path: the modules of this folder must not shadow modules of the same name
     sys.path[0] = str(ROOT)
 
-from nemo_prorl.errors import ProrlError  # noqa: E402
+from nemo_prorl.errors import ConfigError, DataError, ProrlError, StoppedCleanly, UnfitMachine  # noqa: E402
 from nemo_prorl.launcher.launches import PREEMPTED, Launches  # noqa: E402
 from nemo_prorl.launcher.peers import End, node_file  # noqa: E402
 from nemo_prorl.launcher.slurm_queries import Job, say  # noqa: E402
 from nemo_prorl.launcher.srun_step import Step  # noqa: E402
 from nemo_prorl.launcher.submission import Submission, arguments  # noqa: E402
 
-STOPPED = 75
+STOPPED, _UNFIT = StoppedCleanly.exit_code, UnfitMachine.exit_code
+_WRONG = (ConfigError.exit_code, DataError.exit_code)  # exit codes of what no other node would mend
 # Limit of attempts in a row without a new checkpoint, also counting those that preemption or Slurm ended, in multiples
 # of launch.attempts.
 _ALL_ATTEMPTS = 10
@@ -124,7 +126,7 @@ class Driver:
         """Read the job's requirements from the configuration.  Exit if the configuration is wrong."""
         for tries_left in reversed(range(_NEEDS_TRIES)):
             done = self.submission.run_allocation()
-            if done.returncode in (0, 2, 3, 4) or self.ended or not tries_left:
+            if done.returncode in (0, *_WRONG, _UNFIT) or self.ended or not tries_left:
                 break
             say(
                 f"{shlex.join(done.args)} ended with exit code {done.returncode}; trying again in {_NEEDS_PAUSE_S:g} s"
@@ -133,7 +135,7 @@ class Driver:
             self.wait(_NEEDS_PAUSE_S)
         if done.returncode:
             self.submission.warn_of_paths()
-            raise SystemExit(done.returncode if done.returncode in (2, 3, 4) else 1)
+            raise SystemExit(done.returncode if done.returncode in (*_WRONG, _UNFIT) else 1)
         self.needs.update(json.loads(done.stdout.splitlines()[-1]))
 
     def on_usr1(self, *_: Any) -> None:
@@ -235,12 +237,12 @@ class Driver:
             return "requeue" if self.out_of_time() else "give_up", STOPPED, end
         if not self.reported:
             self.submission.report_failure(end.what)
-        if code in (2, 4):
+        if code in _WRONG:
             return "give_up", code, end
         end = replace(end, host=end.host or (self.unresponsive_node() if code == 1 else ""))
-        if end.host and (code == 3 or self.blamed(end.host)) and self.job.spare(end.host):
+        if end.host and (code == _UNFIT or self.blamed(end.host)) and self.job.spare(end.host):
             return "leave_out", code, end
-        return "give_up" if code == 3 else "again", code, end
+        return "give_up" if code == _UNFIT else "again", code, end
 
     def is_ours(self) -> bool:
         """Return whether this process still runs the job: False once Slurm has started the job again.

@@ -47,6 +47,7 @@ _HOLD_S = 6 * 3600.0  # seconds an engine waits until the others wake; longer th
 # On a CPU, glibc returns the memory of a freed tensor to the kernel, which then maps the next tensor page by page.
 # With these limits in bytes a process keeps the memory; only larger tensors are mapped again.
 HEAP = {"MALLOC_MMAP_THRESHOLD_": str(64 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
+_STARTING = "stopped while the trainer started"
 _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # statuses of a process, or of its shell
 _LAST_LINES, _LINE_CHARS = 15, 2000  # lines of a process's log in the report of its failure; characters per line
 # Variables that mark a Slurm task.  Our processes are not Slurm tasks, but libraries would take them for tasks.
@@ -204,7 +205,7 @@ class NodeSupervisor:
         rank, code = min(failed, key=lambda item: item[1] >= 0)  # killed ones first
         sent = {FORWARDED_AS[signal.Signals(number)] for number in self._signals}  # they end a rank that is starting
         if peer_end is None and -code in sent:
-            return self._stopped("stopped while the trainer started")
+            return self._stopped(_STARTING)
         what = f"{rank.name} ended with status {code}; its log is {rank.log_file}"
         if code in _KILLED:
             what += "; it was killed by SIGKILL, often because memory was exhausted (dmesg, or the memory limit of the"
@@ -217,23 +218,26 @@ class NodeSupervisor:
     def _stopped(self, how: str) -> End:
         """Report what is kept of a run that a signal ended immediately; return how it ended."""
         kept = complete(self.dir / "checkpoints")
-        what = f"{how}; the same command {self._onward()}"
-        if kept:
-            _log.warning(what)
-        return self._over(End(75 if kept else 1, what, self._here))
+        return self._over(End(75 if kept else 1, f"{how}; the same command {self._onward()}", self._here))
 
     def _onward(self) -> str:
         kept = complete(self.dir / "checkpoints")
         return f"continues after {kept[-1].name}" if kept else "begins again, because no checkpoint was complete"
 
     def _over(self, own: End | None) -> End:
-        """Return how the run ended, agreed with the other nodes; node 0 calls the event hook if the run failed.
+        """Return how the run ended, agreed with the other nodes; node 0 records a failure, or a stop of a start.
 
         Args:
             own: end of this node's processes; None: a process of another node ended first.
         """
         end = self.peers.agree(own, stop_requested=bool(self._signals))
-        if end.clean or self.place.node > 0:
+        if self.place.node > 0:
+            return end
+        if end.what.startswith(_STARTING) and self.events is not None:
+            self.events.stopped(end.what)
+        if end.clean or end.what.startswith(_STARTING):
+            if end.what:
+                _log.warning(end.what)
             return end
         where = f"{end.host}: " if end.host else ""
         if self.events is not None:

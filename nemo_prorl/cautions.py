@@ -4,8 +4,10 @@
 because a continued run may raise it; so is a number far outside what is published, because somebody may try it.
 """
 
+import json
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from nemo_prorl.algorithms.reset_rules import LEAST_BASELINE, LEAST_DIFFERENCES
 from nemo_prorl.algorithms.schedule import begins_with_reset, empties, emptying, fixed_resets, rate_of_run, warmup_steps
 from nemo_prorl.config import ADVISING_RULES, RESET_RULES, ResetRulesConfig, SchedKeys, warms_up
-from nemo_prorl.data.model_folder import other_eos
+from nemo_prorl.data.model_folder import other_eos, unwritten_eos
 from nemo_prorl.files import TEMPORARY
 from nemo_prorl.lifecycle.retention import newest_state, step_folder
 from nemo_prorl.rewards.functions import changed_code, code_of
@@ -70,8 +72,8 @@ def cautions(cfg: DictConfig, old: DictConfig | None = None) -> Iterator[str]:
             f" over the weights of pretrained_checkpoint.restore_from_path={given}. Fix: trainer.warmup.steps=0; if"
             " they are untrained, leave it"
         )
-    if given and (fault := other_eos(Path(given))):
-        yield f"pretrained_checkpoint.restore_from_path={fault}"
+    if fault := eos_caution(cfg):
+        yield fault
     yield from _resets(cfg)
     yield from _useless_resets(cfg, state.get("step", 0), [reset["step"] for reset in done])
     yield from _blind_roll_backs(cfg, state.get("step", 0), [reset["step"] for reset in done])
@@ -80,6 +82,26 @@ def cautions(cfg: DictConfig, old: DictConfig | None = None) -> Iterator[str]:
     if old is not None and state:
         yield from _other_rate(cfg, old, state["step"], done)
     yield from _unusual(cfg)
+
+
+def eos_caution(cfg: DictConfig) -> str | None:
+    """Return that the given model may end its responses with another token than the tokenizer's eos."""
+    if not (given := cfg.pretrained_checkpoint.restore_from_path):
+        return None
+    unwritten = unwritten_eos(Path(given)) if _sends_messages(cfg.data) else None
+    fault = unwritten or other_eos(Path(given))
+    return fault and f"pretrained_checkpoint.restore_from_path={fault}"
+
+
+def _sends_messages(data: Any) -> bool:
+    """Return whether prompts go through the chat template, as far as the first record of each .jsonl file shows."""
+    if data.prompt != "as_written":
+        return bool(data.prompt == "chat")
+    for source in data.train:
+        with suppress(OSError, ValueError, KeyError, TypeError), Path(source.path).open("rb") as file:
+            if isinstance(json.loads(file.readline())["prompt"], list):
+                return True
+    return False  # a missing or wrong file is refused elsewhere
 
 
 def _changed_functions(cfg: DictConfig, state: dict[str, Any]) -> Iterator[str]:

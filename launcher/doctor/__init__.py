@@ -127,12 +127,12 @@ def checks(cfg: "DictConfig | None" = None, python: Path | None = None, srun: st
 
 def data(cfg: "DictConfig") -> Iterator[Check]:
     """Check the data of a run, with the functions that also check the data when the run starts."""
-    from nemo_prorl.data.prepared import faults
+    from nemo_prorl.data.prepared import faults, read_sources
     from nemo_prorl.launcher.run_data import check_files
 
     missing = [Check("data", "fail", fault) for fault in faults(cfg)]
-    sources = ", ".join(source.name for source in (*cfg.data.train, *cfg.data.validation))
-    yield from missing or [Check("data", "pass", sources)]
+    names = dict.fromkeys(source.name for source in read_sources(cfg))
+    yield from missing or [Check("data", "pass", ", ".join(names))]
     try:
         checked = check_files(cfg, will_start=False)
     except ProrlError as error:

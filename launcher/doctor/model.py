@@ -13,8 +13,15 @@ from nemo_prorl.checks import check_shape
 from nemo_prorl.config import Config
 from nemo_prorl.data import parquet as tables
 from nemo_prorl.data.hf_config import read_config
-from nemo_prorl.data.model_folder import missing_weights, no_eos, no_template, tokenizer_fault, weights_fault
-from nemo_prorl.data.prepared import missing_files, task_of
+from nemo_prorl.data.model_folder import (
+    missing_weights,
+    no_eos,
+    no_template,
+    tokenizer_fault,
+    unwritten_eos,
+    weights_fault,
+)
+from nemo_prorl.data.prepared import missing_files, read_sources
 from nemo_prorl.files import objects_in
 from nemo_prorl.launcher.doctor.check import Check, NoAnswer, ask
 from nemo_prorl.lifecycle.base_model import initial_model
@@ -87,18 +94,24 @@ def check_model(cfg: DictConfig) -> Iterator[Check]:
         return
     facts = TokenizerFacts(**answer)
     yield judge_vocabulary(facts, config.get("vocab_size"))
-    yield judge_eos(facts, config, generation, folder)
+    source = source_with_messages(cfg)
+    unwritten = None if source is None else unwritten_eos(folder)
+    yield _check("eos", "warn", unwritten) if unwritten else judge_eos(facts, config, generation, folder)
     if facts.chat and (fault := template_fault(cfg.data, folder)) is not None:
         yield _failed("chat", fault)
         return
     missing = len(missing_files(cfg)) if cfg.data.prompt == "as_written" else 0  # otherwise the key decides
-    yield judge_chat(facts, source_with_messages(cfg), missing)
+    yield judge_chat(facts, source, missing)
 
 
 def _failed(name: str, fault: str) -> Check:
-    """Return the failure of a check whose text is followed by its cure, as in the errors of other commands."""
+    return _check(name, "fail", fault)
+
+
+def _check(name: str, state: str, fault: str) -> Check:
+    """Return a check whose text is followed by its cure, as in the errors of other commands."""
     text, _, cure = fault.partition(". Fix: ")
-    return Check(name, "fail", text, cure)
+    return Check(name, state, text, cure)
 
 
 def judge_vocabulary(facts: TokenizerFacts, rows: Any) -> Check:
@@ -141,9 +154,7 @@ def source_with_messages(cfg: DictConfig) -> str | None:
     """Return the name of the first source whose message lists need a chat template; None if no source does."""
     if cfg.data.prompt in ("text", "r1"):  # message lists become texts
         return None
-    tasks = cfg.data.tasks  # training sources of other tasks are left out; validation keeps all its records
-    drawn = [s for s in cfg.data.train if tasks is None or s.path is not None or task_of(s.generator) in tasks]
-    for source in (*drawn, *cfg.data.validation):
+    for source in read_sources(cfg):
         if cfg.data.prompt == "chat" or (source.path is not None and _has_messages(Path(source.path))):
             return str(source.name)
     return None

@@ -59,14 +59,13 @@ def model_keys(hf: dict[str, Any], whose: str) -> dict[str, Any]:
         )
     keys = {nemo: size_of(hf, name, whose) for nemo, name in _SIZES.items()}
     size_of(hf, "vocab_size", whose)
-    heads, hidden, kind = keys["num_attention_heads"], keys["hidden_size"], hf.get("model_type")
-    head_size = hf.get("head_dim") or hidden // heads
-    rope = rope_settings(hf)
+    heads, hidden, size = keys["num_attention_heads"], keys["hidden_size"], head_size(hf)
+    rope, kind = rope_settings(hf), hf.get("model_type")
     scaled = _rope_type(rope) == "llama3"
     return {
         **keys,
         "num_query_groups": hf.get("num_key_value_heads") or heads,
-        "kv_channels": None if head_size * heads == hidden else head_size,
+        "kv_channels": None if size * heads == hidden else size,
         "layernorm_epsilon": float(hf.get("rms_norm_eps", 1e-6)),
         "rotary_base": int(rope_theta(hf) or 10000),
         "scale_positional_embedding": scaled,
@@ -75,6 +74,11 @@ def model_keys(hf: dict[str, Any], whose: str) -> dict[str, Any]:
         "qkv_bias": kind == "qwen2",
         "qk_layernorm": kind == "qwen3",
     }
+
+
+def head_size(hf: dict[str, Any]) -> int:
+    """Return the size of an attention head of a model with this config.json."""
+    return int(hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"])
 
 
 def check_computed(hf: dict[str, Any], whose: str) -> None:
@@ -144,7 +148,7 @@ def tensor_shapes(hf: dict[str, Any], whose: str) -> dict[str, tuple[int, ...]]:
     """
     keys, vocab = model_keys(hf, whose), hf["vocab_size"]
     hidden, ffn, heads = keys["hidden_size"], keys["ffn_hidden_size"], keys["num_attention_heads"]
-    size = hf.get("head_dim") or hidden // heads
+    size = head_size(hf)
     queries, values = heads * size, keys["num_query_groups"] * size
     layer: dict[str, tuple[int, ...]] = {
         **{f"{norm}_layernorm.weight": (hidden,) for norm in ("input", "post_attention")},
@@ -179,7 +183,7 @@ def keys_for(shapes: Mapping[str, tuple[int, ...]], hf: dict[str, Any]) -> str:
     except (KeyError, ValueError, IndexError):
         return ""
     norm, heads = shapes.get(f"{attention}q_norm.weight"), hf["num_attention_heads"]
-    groups, size = hf.get("num_key_value_heads") or heads, hf.get("head_dim") or hidden // heads
+    groups, size = hf.get("num_key_value_heads") or heads, head_size(hf | {"hidden_size": hidden})
     sizes: list[dict[str, Any]] = [
         {"model_type": "qwen3" if norm else "qwen2" if f"{attention}q_proj.bias" in shapes else "llama"},
         {"hidden_size": hidden},
@@ -190,7 +194,7 @@ def keys_for(shapes: Mapping[str, tuple[int, ...]], hf: dict[str, Any]) -> str:
     ]
     if norm or (hf.get("head_dim") and queries != heads * size and queries * groups == values * heads):
         size = norm[0] if norm else queries // heads
-        sizes.append({"head_dim": size} if size != (hf.get("head_dim") or hf["hidden_size"] // heads) else {})
+        sizes.append({"head_dim": size} if size != head_size(hf) else {})
     if hf.get("head_dim") or norm:
         sizes += [{"num_attention_heads": queries // size}, {"num_key_value_heads": values // size}]
     elif values != groups * size:  # one of both is wrong: without head_dim, no shape tells the number of heads

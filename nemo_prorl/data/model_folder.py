@@ -7,6 +7,7 @@ commands refuse the same folders with the same words, before a GPU is allocated.
 import json
 import re
 from collections.abc import Collection
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -205,12 +206,11 @@ def vocabulary_fault(folder: Path) -> str | None:
 
 def eos_fault(folder: Path) -> str | None:
     """Return that a tokenizer has no eos token.  A class with an eos of its own, such as Qwen2Tokenizer, has one."""
-    settings, ids = _tokenizer_settings(folder), _ids(folder)
-    token, kind = settings.get("eos_token"), settings.get("tokenizer_class")
-    text = token["content"] if isinstance(token, dict) else token
+    settings, ids, text = _tokenizer_settings(folder), _ids(folder), _eos(folder)
     if text and ids and text not in ids:
         cure = "Fix: eos_token in tokenizer_config.json, one of the tokens"
         return f"{folder}: eos_token={text!r} is not a token of this tokenizer. {cure}"
+    kind = settings.get("tokenizer_class")
     if text or not (kind in ("PreTrainedTokenizer", "PreTrainedTokenizerFast") or "eos_token" in settings):
         return None
     return no_eos(folder)
@@ -222,14 +222,38 @@ def no_eos(folder: Path) -> str:
 
 def other_eos(folder: Path) -> str | None:
     """Return that config.json names other eos tokens than the tokenizer, whose eos alone ends a response of a run."""
-    token, named = _tokenizer_settings(folder).get("eos_token"), _json(folder / "config.json").get("eos_token_id")
-    own = _ids(folder).get(token["content"] if isinstance(token, dict) else token or "")
+    own, named = _ids(folder).get(_eos(folder) or ""), _json(folder / "config.json").get("eos_token_id")
     others = named if isinstance(named, list) else [named]
     if own is None or named is None or own in others:
         return None
     return (
         f"{folder}: the tokenizer's eos is {own}; config.json has eos_token_id={named}. A run ends a response only at"
         " the tokenizer's. Fix: set both to the token with which this model ends a response"
+    )
+
+
+def unwritten_eos(folder: Path) -> str | None:
+    """Return that a chat template ends a reply with another token than eos, which a model trained with it never writes.
+
+    Without jinja2, or with a template that refuses a plain dialogue, there is no fault.
+    """
+    eos, template, reply = _eos(folder), chat_template(folder), "REPLY"
+    if not eos or template is None:
+        return None
+    try:
+        dialogue = [{"role": "user", "content": "PROMPT"}, {"role": "assistant", "content": reply}]
+        _, found, end = rendered(template, dialogue, add_generation_prompt=False, eos_token=eos).rpartition(reply)
+        tokens, end = _added(folder), end.lstrip()
+    except Exception:  # a template may raise anything
+        return None
+    closing = max((token for token in tokens if token and end.startswith(token)), key=len, default=None)
+    if not found or closing is None or eos in end:
+        return None
+    return (
+        f"{folder}: the chat template ends a reply with {closing!r}, but the tokenizer's eos is {eos!r}, and a run ends"
+        " a response only at eos. A model that was trained with this template writes each response up to the limit."
+        f" Fix: eos_token={json.dumps(closing)} in tokenizer_config.json, and eos_token_id={tokens[closing]} in"
+        " config.json"
     )
 
 
@@ -270,18 +294,49 @@ def syntax_fault(folder: Path) -> str | None:
         return None
     try:
         from jinja2 import TemplateSyntaxError
-        from jinja2.ext import loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError:  # the package installed without what trains
         return None
 
-    try:  # transformers' environment; its tag `generation` stands in templates for training
-        ImmutableSandboxedEnvironment(extensions=[loopcontrols]).parse(template)
+    try:
+        _jinja().parse(template)
     except TemplateSyntaxError as error:
-        if "tag 'generation'" in str(error):
+        if "tag 'generation'" in str(error):  # a tag of transformers, in templates for training
             return None
         return f"{folder}: the chat template is not Jinja: line {error.lineno}: {error}. Fix: repair {_TEMPLATE_FILES}"
     return None
+
+
+class TemplateRefused(Exception):
+    """A chat template refuses the messages."""
+
+
+def rendered(template: str, messages: Any, *, add_generation_prompt: bool = True, eos_token: str = "<eos>") -> str:
+    """Return messages in a chat template's form, like transformers.
+
+    Raises TemplateRefused, or whatever the template raises.
+    """
+
+    def refuse(text: str) -> None:
+        raise TemplateRefused(text)
+
+    jinja = _jinja()
+    jinja.globals.update(raise_exception=refuse, strftime_now=lambda form: datetime.now().strftime(form))
+    values = {"add_generation_prompt": add_generation_prompt, "bos_token": "<bos>", "eos_token": eos_token}
+    return jinja.from_string(template).render(messages=messages, **values)
+
+
+def _jinja() -> Any:
+    """Return the Jinja environment of transformers, without its tag `generation`."""
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    return ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+
+
+def _eos(folder: Path) -> str | None:
+    """Return the eos token that the tokenizer's files name."""
+    token = _tokenizer_settings(folder).get("eos_token")
+    return token["content"] if isinstance(token, dict) else token
 
 
 def _tokenizer_settings(folder: Path) -> dict[str, Any]:
@@ -290,13 +345,17 @@ def _tokenizer_settings(folder: Path) -> dict[str, Any]:
 
 def _ids(folder: Path) -> dict[str, int]:
     """Return the id of each token in tokenizer.json; {} if it is missing, or of another form."""
-    tokenizer = _json(folder / "tokenizer.json")
     try:
-        words = tokenizer["model"]["vocab"]
+        words = _json(folder / "tokenizer.json")["model"]["vocab"]
         ids = {word: at for at, (word, *_) in enumerate(words)} if isinstance(words, list) else dict(words)
-        return ids | {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}
+        return ids | _added(folder)
     except (KeyError, TypeError, ValueError):
         return {}
+
+
+def _added(folder: Path) -> dict[str, int]:
+    """Return the id of each token that was added to the vocabulary, such as the special ones."""
+    return {token["content"]: token["id"] for token in _json(folder / "tokenizer.json").get("added_tokens", [])}
 
 
 def _json(file: Path) -> dict[str, Any]:

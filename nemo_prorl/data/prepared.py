@@ -102,6 +102,13 @@ def generated_tasks(cfg: DictConfig) -> set[str]:
     return tasks if cfg.data.tasks is None else tasks & set(cfg.data.tasks)
 
 
+def read_sources(cfg: DictConfig) -> list[DictConfig]:
+    """Return the sources that a run reads: all files, and the generated sources that data.tasks does not leave out."""
+    tasks = cfg.data.tasks  # validation keeps all its records
+    train = [s for s in cfg.data.train if tasks is None or s.path is not None or task_of(s.generator) in tasks]
+    return [*train, *cfg.data.validation]
+
+
 def missing_tasks(cfg: DictConfig) -> list[str]:
     """Return the tasks of data.tasks that no training source generates; empty if a source is a file.
 

@@ -64,22 +64,21 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def advice(facts: Mapping[str, Any], prompt: str = "", failure: str = "") -> str:
+def advice(facts: Mapping[str, Any], prompt: str = "", failure: str = "", eos: str | None = None) -> str:
     """Return a sentence on what to change for a source with these facts.
 
     Args:
         prompt: the run's `data.prompt`.
         failure: reason why a response has no reward.
+        eos: the caution about the model's eos token, if any.
     """
     task = facts["task"]
     if facts["unjudged"] > 0:
         reason = failure or "see logs/ in the folder of the probe"
         return f"{facts['unjudged']:.0%} of the responses could not be judged: {reason}"
     if facts["cut_off"] > 0.5:
-        return (
-            f"{facts['cut_off']:.0%} of the responses are cut off: give them more room"
-            " (trainer.grpo.max_response_tokens, trainer.grpo.context_tokens)"
-        )
+        cure = eos or "give them more room (trainer.grpo.max_response_tokens, trainer.grpo.context_tokens)"
+        return f"{facts['cut_off']:.0%} of the responses are cut off: {cure}"
     if (facts["without_form"] or 0.0) > 0.5:
         message = "" if prompt == "chat" else " send it as a message (data.prompt=chat),"
         return (
@@ -134,6 +133,7 @@ def probe(cfg: DictConfig, out: Path, prompts: int, samples: int, which: str | N
         ConfigError: the run has no model folder yet, or not this checkpoint.
         DataError: a record is wrong.
     """
+    from nemo_prorl.cautions import eos_caution
     from nemo_prorl.data.blend import LoadedData, load_sources, of_tasks
     from nemo_prorl.data.lengths import PromptLengths, fit
     from nemo_prorl.evaluation import models
@@ -165,7 +165,7 @@ def probe(cfg: DictConfig, out: Path, prompts: int, samples: int, which: str | N
             "model": str(probed),
             "samples": samples,
             "sources": [
-                {**one, "advice": advice(one, cfg.data.prompt, failure)}
+                {**one, "advice": advice(one, cfg.data.prompt, failure, eos_caution(cfg))}
                 for one, failure in zip(numbers, failures, strict=True)
             ],
             "estimate": estimate(cfg, numbers, work.sampling_s),

@@ -1,12 +1,11 @@
 """Decides on hard resets, makes them and checks them (paper sec. 3.3.1).
 
 A hard reset makes the policy the new reference (pi_ref <- pi_theta) and resets the optimizer (`trainer.resets.parts`).
-`Resets.perform` does it as one transaction, called by the trainer after a step and by
-`rank.begin_stage` at the start of a stage: write `reset_intent` into the journal, reset reference
-and optimizer, write a checkpoint.  The reset is done when that checkpoint is complete;
-`reset_commit` in the journal only records it.  A run killed before that continues from the previous
-checkpoint and makes the same reset again.  A run killed afterwards finds the reset in the
-checkpoint, and `settle` adds `reset_commit`.
+`Resets.perform` does it as one transaction, called by the trainer after a step, by `rank.begin_stage` at the start of a
+stage, and by `lifecycle.trials` for the arm with the reset: write `reset_intent` into the journal, reset reference and
+optimizer, write a checkpoint.  The reset is done when that checkpoint is complete; `reset_commit` in the journal only
+records it.  A run killed before that continues from the previous checkpoint and makes the same reset again.  A run
+killed afterwards finds the reset in the checkpoint, and `settle` adds `reset_commit`.
 """
 
 import logging

@@ -1,12 +1,19 @@
 """Shows for `prorl plan` what system prompt and chat template add to a prompt.  Does not import transformers."""
 
 from collections.abc import Iterable, Mapping
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from nemo_prorl.config import DataConfig
-from nemo_prorl.data.model_folder import chat_template, no_template, refused_messages, syntax_fault, tokenizer_fault
+from nemo_prorl.data.model_folder import (
+    TemplateRefused,
+    chat_template,
+    no_template,
+    refused_messages,
+    rendered,
+    syntax_fault,
+    tokenizer_fault,
+)
 from nemo_prorl.data.render import written
 
 PROMPT = "PROMPT"  # stands for a record's prompt in the shown form
@@ -35,8 +42,8 @@ def template_fault(data: DataConfig, folder: Path) -> str | None:
     if fault := syntax_fault(folder):
         return fault
     try:
-        _render(template, written(PROMPT, data.prompt, data.system))
-    except _TemplateRefused as error:
+        rendered(template, written(PROMPT, data.prompt, data.system))
+    except TemplateRefused as error:
         return f"{folder}: {refused_messages(error, data.system)}"
     except Exception:  # as in `_through_template`
         return None
@@ -53,14 +60,10 @@ def longest_prompt(data: DataConfig, folder: Path, records: Iterable[Mapping[str
 
         tokenizer, template = Tokenizer.from_file(str(folder / "tokenizer.json")), chat_template(folder)
         prompts = (written(record["prompt"], data.prompt, data.system) for record in records)
-        texts = [prompt if isinstance(prompt, str) else _render(str(template), prompt) for prompt in prompts]
+        texts = [prompt if isinstance(prompt, str) else rendered(str(template), prompt) for prompt in prompts]
         return max(len(tokenizer.encode(text, add_special_tokens=False).ids) for text in texts)
     except Exception:  # of tokenizers, or of a template
         return None
-
-
-class _TemplateRefused(Exception):
-    """A chat template refuses the messages."""
 
 
 def _through_template(messages: Any, model: str | None) -> str:
@@ -72,19 +75,6 @@ def _through_template(messages: Any, model: str | None) -> str:
     if template is None:
         return "by the tokenizer's chat template" if model is None else "refused: the tokenizer has no chat template"
     try:
-        return repr(_render(template, messages))
+        return repr(rendered(template, messages))
     except Exception as error:  # a template may raise anything; the run's own check has the last word
         return f"by the tokenizer's chat template (not shown: {type(error).__name__}: {error})"
-
-
-def _render(template: str, messages: Any) -> str:
-    from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def refuse(text: str) -> None:
-        raise _TemplateRefused(text)
-
-    jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    jinja.globals.update(raise_exception=refuse, strftime_now=lambda form: datetime.now().strftime(form))
-    special = {"bos_token": "<bos>", "eos_token": "<eos>"}
-    return jinja.from_string(template).render(messages=messages, add_generation_prompt=True, **special)

@@ -2,7 +2,7 @@
 
 One `Rule` per kind of parameter, found by the parameter's name, says from which Hugging Face tensors the parameter is
 made, how these are joined, and along which dimension the result is cut over tensor ranks.  `Rule.to_local` and
-`Rule.to_hf` are exact inverses.  A new family of models needs a rule here, and its shape in `data.hf_config`.
+`Rule.to_hf` are exact inverses.  For a new family of models: "Add a model family" in CONTRIBUTING.md.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from nemo_prorl.data.hf_config import check_computed, read_config, rope_settings, rope_theta
+from nemo_prorl.data.hf_config import check_computed, head_size, read_config, rope_settings, rope_theta
 from nemo_prorl.data.model_folder import missing_weights, weights_fault
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.files import new_folder, write_json
@@ -42,7 +42,7 @@ class Shape:
         return cls(
             heads=heads,
             groups=hf.get("num_key_value_heads") or heads,
-            head_size=hf.get("head_dim") or hf["hidden_size"] // heads,
+            head_size=head_size(hf),
             vocab=hf["vocab_size"],
             padded_vocab=padded_vocab,
             tied=bool(hf.get("tie_word_embeddings", False)),
@@ -90,6 +90,8 @@ def _split_gate_up(full: Tensor, shape: Shape) -> list[Tensor]:
 @dataclass(frozen=True)
 class Rule:
     """The relation between one Megatron parameter and Hugging Face tensors.
+
+    `to_local` flattens the first two dimensions of the fused matrix of gate and up (`join is _join_gate_up`).
 
     Attributes:
         hf: names of the Hugging Face tensors.

@@ -89,6 +89,7 @@ class Rollouts:
         self._canaries = CanaryWatch()
         self._unread: set[tuple[str, ...]] = set()  # names in alarms; rank 0 only
         self._recycled: dict[str, int] = {}  # step of the last requested restart by engine; rank 0 only
+        self._restarting: str | None = None  # engine whose restart was requested since the last publication
         node = int(os.environ["GROUP_RANK"]) if cfg.trainer.num_nodes > 1 else None
         # Only the first rank of each node writes the weights, for the engines of its node.
         writes = int(os.environ.get("LOCAL_RANK", 0)) == 0
@@ -122,10 +123,10 @@ class Rollouts:
         with RECORDER.span(f"engines load weights {version}", "publication"):
             late = self.collector.call(lambda collector: collector.publish(path, version))
         for name, error in late:
-            if name in self._recycled:  # it was restarted while it slept
+            if name == self._restarting:  # it was restarted while it slept
                 continue
             self._records.alarm(version, f"{name} did not wake ({error}); it was restarted and has weights {version}")
-        self._asleep = False
+        self._asleep, self._restarting = False, None
 
     def sleep(self) -> float:
         """Make the engines release the memory of shared GPUs, if `rollout.sleep` is set; return the seconds it took."""
@@ -181,7 +182,7 @@ class Rollouts:
                 f"{name} is restarted again after a few steps: rollout.recycle_gb={limit_gb:g} is less than a new"
                 " engine needs (system/engine_gb)",
             )
-        self._recycled[name] = step
+        self._recycled[name], self._restarting = step, name
 
     def _take(self, step: int, collector: Collector) -> list[_Dealt]:
         """Collect the batch of a step on rank 0; return what each data-parallel rank gets, in order of ranks."""

@@ -113,6 +113,14 @@ def test_the_doctor_names_them_as_a_failed_check() -> None:
     assert [(check.name, check.state) for check in data(cfg)] == [("data", "pass"), ("records", "pass")]
 
 
+def test_the_doctor_names_each_source_that_the_run_reads_once() -> None:
+    from nemo_prorl.launcher.doctor import data
+
+    held_out = "data.validation=[{name: instructions, generator: instructions, size: 9}]"
+    cfg = settings.load(["data=domains", "data.tasks=[instructions]", held_out])
+    assert next(data(cfg)).text == "instructions"
+
+
 def test_a_file_of_ones_own_is_named_too() -> None:
     with pytest.raises(
         ConfigError, match=r"1 file is missing.*\n  data\.train\.0\.path=gone\.jsonl: no such file"

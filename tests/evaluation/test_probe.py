@@ -50,6 +50,11 @@ def test_what_it_advises(probed: dict[str, Any], words: str) -> None:
     assert words in advice(probed)
 
 
+def test_a_caution_about_eos_is_the_cure_for_responses_that_are_cut_off() -> None:
+    assert advice(numbers([0.0, 0.0]), eos="FOLDER: set eos") == "100% of the responses are cut off: FOLDER: set eos"
+    assert advice(numbers([0.5, 1.0]), eos="FOLDER: set eos").startswith("fits")
+
+
 def test_the_estimate_draws_as_dynamic_sampling_does() -> None:
     cfg = settings.load(["trainer.grpo.prompts_per_step=8", "trainer.grpo.samples_per_prompt=4"])
     cfg.data.train = [DataSource(name="s")]

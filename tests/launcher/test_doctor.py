@@ -291,6 +291,22 @@ def test_a_model_folder_as_a_whole(tmp_path: Path) -> None:
     ]
 
 
+def test_a_template_that_ends_replies_with_another_token_is_a_warning_where_messages_go_through_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder := tmp_path / "init").mkdir()
+    (folder / "config.json").write_text(json.dumps(qwen2_config(laptop().model, 3) | {"eos_token_id": 1}))
+    write_hollow(folder)
+    added = [{"id": 1, "content": "<end>"}, {"id": 2, "content": "<|im_end|>"}]
+    (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    settings_of_it = {"eos_token": "<end>", "chat_template": "{{ messages[-1]['content'] }}<|im_end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings_of_it))
+    monkeypatch.setattr(model, "ask", lambda *_: {"ids": 3, "eos": 1, "chat": True, "end": ""})
+    for prompt, state, cure in (("chat", "warn", 'eos_token="<|im_end|>" in'), ("text", "pass", "")):
+        checks = {check.name: check for check in model.check_model(laptop(run_dir=str(tmp_path), data__prompt=prompt))}
+        assert (checks["eos"].state, checks["eos"].cure[: len(cure)]) == (state, cure)
+
+
 def test_a_tokenizer_that_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "init").mkdir()
     (tmp_path / "init" / "config.json").write_text(json.dumps(qwen2_config(laptop().model, 3)))

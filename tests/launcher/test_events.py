@@ -358,6 +358,18 @@ def test_a_service_that_dies_for_good_is_told(script: Script, tmp_path: Path, mo
     assert about["log"] == ["why it ended"]
 
 
+def test_a_stop_while_the_trainer_starts_is_a_stop_in_the_journal_and_for_the_hook(
+    script: Script, tmp_path: Path
+) -> None:
+    (tmp_path / "config.yaml").touch()
+    with Events(script(TELL), tmp_path) as events:
+        events.stopped("stopped while the trainer started")
+    [line] = Journal(tmp_path).events()
+    [(about, _)] = told(tmp_path)
+    assert (line["event"], line["step"], line["reason"]) == ("stop", 0, "stopped while the trainer started")
+    assert (about["event"], about["what"]) == ("stop", "stopped while the trainer started")
+
+
 def test_a_clean_stop_is_no_failure(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line = json.dumps({"event": "stop", "step": 4, "time": 0.0, "reason": "SIGTERM: stopped after step 4"})
     code = f"open('journal.jsonl', 'a').write({line!r} + '\\n'); raise SystemExit(75)"

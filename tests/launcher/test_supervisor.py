@@ -187,7 +187,12 @@ class SmallNode(NodeSupervisor):
             (folder / name).mkdir(parents=True, exist_ok=True)
         cfg: DictConfig = load([f"run_dir={folder}", f"trainer.deadlines.stop_s={stop_s}"])
         self.failures: list[Any] = []
-        events: Any = SimpleNamespace(update=lambda: None, failure=lambda what, **about: self.failures.append(about))
+        self.stops: list[str] = []
+        events: Any = SimpleNamespace(
+            update=lambda: None,
+            failure=lambda what, **about: self.failures.append(about),
+            stopped=self.stops.append,
+        )
         super().__init__(cfg, folder, ["chain_sum"], MergedLog(folder / "all.log"), events)
         wait = f"import time, os\nwhile not os.path.exists('{folder}/begun') or os.path.getsize('{folder}/begun') < "
         self.programs = [program.replace("WAIT ", wait) for program in ranks]
@@ -317,8 +322,9 @@ def test_a_rank_that_does_not_handle_signals_yet_ends_the_run_at_the_first(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     sends = f"import os, time; os.kill({os.getpid()}, {int(signal.SIGINT)}); time.sleep(600)"
-    end = SmallNode(tmp_path, SLEEPS, sends).run()
-    assert (end.code, end.process) == (1, "")
+    end = (node := SmallNode(tmp_path, SLEEPS, sends)).run()
+    assert (end.code, end.process, node.failures) == (1, "", [])
+    assert node.stops == [end.what]
     assert end.what.startswith("stopped while the trainer started; the same command begins again")
     assert "received SIGINT; the run stops after this step, or at once while it starts" in caplog.text
 

@@ -368,7 +368,13 @@ def first_words(argument: ast.expr) -> str:
 # Fields of parts that are not in a checkpoint, with the reason.
 NOT_SAVED = {
     "records": {"_growth"},  # begins anew: the processes are new, too
-    "rollouts": {"_published", "_asleep", "_recycled", "collector"},  # the engines are new; the collector has state
+    "rollouts": {
+        "_published",
+        "_asleep",
+        "_recycled",
+        "_restarting",
+        "collector",
+    },  # the engines are new; the collector has state
     "collector": {"_clock", "_background", "_engines", "_rewards", "renderer", "_second"},  # a step's clock; services
     "blend": {"_orders"},  # derived
 }

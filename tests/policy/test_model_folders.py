@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from nemo_prorl import cli, settings
 from nemo_prorl.data.hf_config import tensor_shapes
-from nemo_prorl.data.model_folder import no_template, vocabulary_fault, weights_fault
+from nemo_prorl.data.laptop.model import CHAT_TEMPLATE
+from nemo_prorl.data.model_folder import no_template, other_eos, unwritten_eos, vocabulary_fault, weights_fault
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.policy.tools import export_hf, import_hf
 from nemo_prorl.rollout.engine.weight_load import shapes_of_model
@@ -452,6 +453,68 @@ def test_another_end_token_in_config_json_is_a_caution(tmp_path: Path, caplog: p
     change_config(model, eos_token_id=7)
     assert cli.main(words) == 0
     assert f"{model}: the tokenizer's eos is 2; config.json has eos_token_id=7. A run ends" in caplog.text
+
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+
+
+def with_template(model: Path, template: str) -> Path:
+    """The model whose token 1 is <|im_end|>; eos, token 2, is <eos>."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (model / name).write_text((model / name).read_text().replace("<bos>", "<|im_end|>"))
+    (model / "chat_template.jinja").write_text(template)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        (CHATML, True),
+        (CHATML.replace("<|im_end|>", " <|im_end|> "), True),
+        (CHATML.replace("<|im_end|>", "{{ eos_token }}"), False),  # as of DeepSeek-R1-Distill, in effect
+        (CHATML.replace("<|im_end|>", "<eos>"), False),  # as of Qwen2.5, Qwen3, Llama 3 and SmolLM2, in effect
+        (CHATML + "<eos>", False),  # eos follows
+        (CHATML.replace("<|im_end|>", "\n\nUser:"), False),  # text
+        (CHATML + "{{ raise_exception('no') }}", False),
+        ("{% for", False),
+        ("no reply<|im_end|>", False),
+        (CHAT_TEMPLATE, False),
+    ],
+)
+def test_an_end_of_replies_that_is_not_eos_is_told(template: str, told: bool, tmp_path: Path) -> None:
+    model = with_template(write_model(tmp_path / "model", QWEN2), template)
+    fault = unwritten_eos(model)
+    assert bool(fault) == told
+    if fault:
+        assert "ends a reply with '<|im_end|>', but the tokenizer's eos is '<eos>'" in fault
+        assert fault.endswith('Fix: eos_token="<|im_end|>" in tokenizer_config.json, and eos_token_id=1 in config.json')
+        change_config(model, eos_token_id=1)
+        file = model / "tokenizer_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": "<|im_end|>"}))
+        assert unwritten_eos(model) is other_eos(model) is None
+
+
+def test_an_end_of_replies_that_is_not_eos_matters_only_where_messages_are_sent(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = write_model(tmp_path / "model", QWEN2 | {"num_attention_heads": 2, "num_key_value_heads": 1})
+    with_template(model, CHATML)
+    words = ["plan", f"run_dir={tmp_path / 'run'}", f"pretrained_checkpoint.restore_from_path={model}", *SHORT]
+    record = {"id": "a", "task": "math", "truth": {"answer": "2"}}
+    messages = [{"role": "user", "content": "1+1"}]
+    for name, prompt in (("text", "1+1"), ("messages", messages)):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(record | {"prompt": prompt}) + "\n")
+    files = {name: f"data.train=[{{name: a, path: {tmp_path / name}.jsonl}}]" for name in ("text", "messages")}
+    for more, told in (
+        (["data.prompt=chat"], True),
+        ([files["messages"]], True),
+        ([files["messages"], "data.prompt=text"], False),
+        ([files["text"]], False),
+        ([], False),
+    ):
+        caplog.clear()
+        assert cli.main([*words, *more]) == 0, caplog.text
+        assert ("ends a reply with '<|im_end|>'" in caplog.text) == told, more
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ GRPO = "trainer.grpo"
                 f"{GRPO}.updates_per_step": 4,
                 f"{GRPO}.context_tokens": 512,
                 f"{GRPO}.max_response_tokens": None,  # the context limits it
-                f"{GRPO}.kl_estimator": "k3",
+                f"{GRPO}.kl_estimator": "k2",
                 f"{GRPO}.clip_high": 0.28,
                 f"{GRPO}.advantage": "leave_one_out",
                 f"{GRPO}.aggregation": "token",

@@ -605,10 +605,10 @@ SHAPED = "reward_shaping: {enabled: true, overlong_buffer_length: 64, overlong_b
         (
             "loss_fn: {kl_input_clamp_value: 5}",
             [],
-            "kl_input_clamp_value=5: a token beyond has no gradient",
+            "kl_input_clamp_value=5, kl_output_clamp_value=10.0: a token beyond has no gradient",
             0,
         ),
-        ("grpo: {max_num_steps: 90}", [], "  kl_output_clamp_value=10.0: a token", 0),
+        ("grpo: {max_num_steps: 90}", [], "  kl_input_clamp_value=20.0, kl_output_clamp_value=10.0: a token", 0),
         ("policy: {optimizer: {kwargs: {amsgrad: true}}}", [], "  policy.optimizer.kwargs.amsgrad=True: the opt", 2),
         ("policy: {optimizer: {kwargs: {exp_avg_dtype: torch.bfloat16}}}", [], "AdamW's moments have 32 bits here", 0),
         (f"{MEGATRON}optimizer: {{decoupled_weight_decay: false}}}}}}", [], "decoupled_weight_decay=False: the wei", 2),

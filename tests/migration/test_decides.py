@@ -287,6 +287,16 @@ def test_numbers_of_verl_are_those_of_its_source(
     assert "penalty_factor" not in comments and "without a std" not in comments if told is None else told in comments
 
 
+@pytest.mark.parametrize(("metric", "overlong"), [("acc", OVERLONG), ("seq_reward", ""), ("seq_reward", OVERLONG)])
+def test_groups_whose_overlong_penalties_differ_are_told(
+    metric: str, overlong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"algorithm.filter_groups.enable=True algorithm.filter_groups.metric={metric} {overlong}"
+    text = f"{VERL.replace('verl.trainer.main_ppo', 'recipe.dapo.main_dapo')} {words} # main_ppo"
+    told = "algorithm.filter_groups.metric=seq_reward: a reward has its overlong penalty there, so a group whose"
+    assert (told in of(text, tmp_path, capsys)[1]) == (metric == "seq_reward" and bool(overlong))
+
+
 def test_a_mean_over_the_update_is_that_of_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = f"{VERL}{GLOBAL} {ACTOR}.ppo_micro_batch_size_per_gpu=1"
     overrides, comments = of(text, tmp_path, capsys)
@@ -431,6 +441,7 @@ OPENRLHF = (
     "python3 -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path org/m --algo.advantage.estimator group_norm"
 )
 OPENRLHF += " --rollout.n_samples_per_prompt 8"
+FILTER = "--algo.dynamic_filtering_enable --algo.dynamic_filtering_range"
 CUT_OFF = "--reward.stop_properly_penalty_coef"
 IS = "--algo.advantage.is_correction"
 BONUS = "--algo.kl.use_loss --algo.kl.estimator k2 --actor.policy_loss_type gspo"
@@ -466,6 +477,9 @@ BONUS = "--algo.kl.use_loss --algo.kl.estimator k2 --actor.policy_loss_type gspo
             "  algo.dynamic_filtering_range=[0, 1]: a group is kept there if its mean score is between",
             False,
         ),
+        (f"{FILTER} 0.2 0.8", "of 0 and 1 a mean of 0.125 is left out, 0.875 is left out there, and not here", True),
+        (f"{FILTER} -1 0.9", "with scores of 0 and 1 a mean of 0 is kept there, and not here", True),
+        (f"{FILTER} 0.1 0.9", "algo.dynamic_filtering_range=[0.1, 0.9]: a group is kept there if its mean", False),
         ("--algo.dynamic_filtering_range 0 0.9", "has no effect there, without algo.dynamic_filtering_enable", False),
         ("--logger.wandb.key {wandb_token}", "Weights & Biases: run `wandb login`", False),
         ("--data.max_images_per_prompt 2", "  data.max_images_per_prompt=2: prompts are text here", True),

@@ -7,7 +7,7 @@ other trainer's defaults.  So a number that the file leaves out becomes an overr
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
@@ -65,11 +65,11 @@ def convert(trainer: str, given: Mapping[str, Any]) -> Converted:
     program, why = entry(trainer, given.get(ENTRY, []))
     unread = _unread(rest, trainer) | ({program: why} if why else {})
     made = Converted(rest=dict(rest), unknown=unread, given=frozenset(named), entry=program, usual=tables["defaults"])
-    for theirs, ours in (tables["derived"] | tables["keys"]).items():
-        if isinstance(made.rest.get(theirs), Expression):
-            earlier = f"{made.unknown[ours]}; " if ours in made.unknown else ""
-            made.unknown[ours] = f"{earlier}{_without_value(theirs, made.take(theirs))}"
+    _ask_unknown(made, tables)
     _switch_off(made, named, tables)
+    own = named.keys() | {key for key, value in rest.items() if value != tables["defaults"].get(key)}
+    own |= rest.keys() - made.rest.keys()
+    _ask_older(made, [key for key in given if key in tables.get("gone", ())], own, tables)
     for theirs, ours in tables["keys"].items():
         if theirs in made.rest and _is_usable(theirs, ours, value := made.take(theirs), made):
             made.overrides.setdefault(ours, value)
@@ -92,6 +92,31 @@ def convert(trainer: str, given: Mapping[str, Any]) -> Converted:
     made.notes.append("cluster=h100_4x8 is for GPUs; without a GPU take cluster=laptop")
     _name_as_given(made, {tables["aliases"][key]: key for key in given if key in tables["aliases"]})
     return made
+
+
+def _ask_unknown(made: Converted, tables: Mapping[str, Any]) -> None:
+    """Take the settings without a value, and leave what they decide to the user."""
+    for theirs, ours in (tables["derived"] | tables["keys"]).items():
+        if isinstance(made.rest.get(theirs), Expression):
+            earlier = f"{made.unknown[ours]}; " if ours in made.unknown else ""
+            made.unknown[ours] = f"{earlier}{_without_value(theirs, made.take(theirs))}"
+
+
+def _ask_older(made: Converted, older: list[str], own: Container[str], tables: Mapping[str, Any]) -> None:
+    """Leave the defaults that have changed to the user, if the file has keys of older releases.
+
+    Args:
+        own: keys that the file sets, or that have no effect.
+    """
+    asked = [key for key in tables.get("changed", ()) if older and key not in own]
+    for key in asked:
+        past = ", ".join(f"{value} up to release {until}" for until, value in tables["changed"][key].items())
+        made.rest[key] = Absent(f"is not in the file; its default was {past}, and is {made.usual.get(key)} today")
+    _ask_unknown(made, tables)
+    if asked:
+        made.notes.append(
+            f"{', '.join(older)}: of older releases; what the file leaves out may have other defaults there"
+        )
 
 
 def _tell(made: Converted, settings: Mapping[str, Any], tables: Mapping[str, Any]) -> None:
@@ -215,7 +240,7 @@ def _sort_one(made: Converted, key: str, value: Any, meaning: list[Any], decides
     *same, text = meaning
     told = f"{key}={str(value)[:60]}"
     if isinstance(value, Expression):
-        made.unknown[key] = f"{key}={value} has no value here; {f'unless it is {same[0]}: ' if same else ''}{text}"
+        made.unknown[key] = f"{_without_value(key, value)}; {f'unless it is {same[0]}: ' if same else ''}{text}"
     elif value in same and key in made.given:
         made.unused[key] = SAME
     elif value not in same and decides:

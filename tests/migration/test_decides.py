@@ -536,16 +536,35 @@ def test_an_unknown_scale_of_several_rewards_is_asked_for(tmp_path: Path, capsys
         ("save_steps=0.1, eval_strategy='steps', eval_steps=0.055", {"checkpoint_every=10", "validate_every=6"}, "="),
         ("save_strategy='epoch', save_steps=5", set(), "checkpoint_every"),
         ("eval_strategy='epoch', eval_steps=5", {"validation_samples=8"}, "validate_every"),
-        ("evaluation_strategy='steps'", {"validate_every=10"}, "="),
+        ("evaluation_strategy='steps'", {"validate_every=10"}, "kl_coef"),
     ],
 )
 def test_what_trl_has_elsewhere_is_set(
     given: str, expected: set[str], absent: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    overrides = of(f"GRPOConfig(max_steps=100, per_device_train_batch_size=8, {given})", tmp_path, capsys)[0]
+    text, code = f"GRPOConfig(max_steps=100, per_device_train_batch_size=8, {given})", 2 * ("evaluation_" in given)
+    overrides = of(text, tmp_path, capsys, code)[0]
     assert {f"{GRPO}.{one}" for one in expected} <= overrides
     assert "model.micro_batch_size=8" in overrides
     assert not any(one.startswith(f"{GRPO}.{absent}") for one in overrides)
+
+
+OLDER = "GRPOConfig(max_steps=9, use_vllm=True, vllm_device='auto', max_completion_length=99, bf16=True"
+
+
+def test_defaults_that_have_changed_are_asked_for_in_an_older_script(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides, comments = of(f"{OLDER})", tmp_path, capsys, 2)
+    keys = {"kl_coef", "temperature", "aggregation", "correction.kind", "correction.cap"}
+    assert not any(one.startswith(f"{GRPO}.{key}=") for one in overrides for key in keys)
+    assert all(f"  {GRPO}.{key}: " in comments for key in keys)
+    assert f"{GRPO}.kl_coef: beta is not in the file; its default was 0.04 up to release 0.18, and is 0.0" in comments
+    assert "vllm_device: of older releases" in comments
+    assert {f"{GRPO}.loss=clip", f"{GRPO}.max_response_tokens=99", "trainer.precision=bf16"} <= overrides
+    given = "beta=0.1, temperature=1, loss_type='grpo', max_prompt_length=512, top_k=0"
+    overrides, comments = of(f"{OLDER}, {given})".replace("use_vllm=True", "use_vllm=False"), tmp_path, capsys)
+    assert {f"{GRPO}.kl_coef=0.1", f"{GRPO}.aggregation=sequence", f"{GRPO}.correction.kind=tis"} <= overrides
 
 
 def test_a_mask_of_cut_off_responses_is_not_called_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -722,3 +722,21 @@ def test_words_built_in_a_case_are_read(
     )
     assert ("seed=7" in overrides) == bool(seed)
     assert ("data.seed=7 has no value here" in comments) == (seed is None)
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (f"{ACTOR}.fsdp_config.grad_offload=False", 2),
+        (f"{ACTOR}.ppo_micro_batch_size=8", 2),
+        (f"{ACTOR}.ppo_micro_batch_size=8 {ACTOR}.entropy_coeff=0", 0),
+        (f"{ACTOR}.ppo_micro_batch_size_per_gpu=8", 0),
+    ],
+)
+def test_the_entropy_coefficient_of_an_older_script_of_verl_is_asked_for(
+    words: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides, comments = of(f"{VERL}{words}", tmp_path, capsys, code)
+    told = f"  {GRPO}.entropy_coef: {ACTOR}.entropy_coeff is not in the file; its default was 0.001 up to release 0.3"
+    assert (told in comments) == (code == 2)
+    assert (f"{GRPO}.entropy_coef=0" in overrides) == (code == 0)

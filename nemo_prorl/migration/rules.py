@@ -12,7 +12,6 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
-from nemo_prorl.errors import ConfigError
 from nemo_prorl.migration import our, shared
 from nemo_prorl.migration.converted import SAME, Converted
 from nemo_prorl.migration.defaults import defaults, source
@@ -59,8 +58,8 @@ def convert(trainer: str, given: Mapping[str, Any]) -> Converted:
     tables = table(trainer)
     named = {tables["aliases"].get(key, key): _plain(value) for key, value in given.items() if key != ENTRY}
     for key, value in named.items():
-        if not _fits(value, tables["defaults"].get(key)):
-            raise ConfigError(f"{key}={value!r}: expected a value such as the default, {tables['defaults'][key]!r}")
+        if not _fits(value, usual := tables["defaults"].get(key)):
+            named[key] = Absent(f"is {value!r}; expected a value such as the default, {usual!r}")
     rest = {**defaults(trainer, named), **named}
     program, why = entry(trainer, given.get(ENTRY, []))
     unread = _unread(rest, trainer) | ({program: why} if why else {})
@@ -201,7 +200,7 @@ def _sort_rest(made: Converted, named: Mapping[str, Any], trainer: str) -> None:
     tables = table(trainer)
     meanings = tables["meanings"]
     if made.take(PASSED_ON):
-        made.differs.insert(0, 'the script passes its own arguments on ("$@"): what you give it is not read here')
+        made.differs.insert(0, 'the script has arguments of its own ("$@"): what you give it is not read here')
     order = {key: place for place, key in enumerate(meanings)}
     for key in sorted(made.rest, key=lambda key: (order.get(key, len(order)), key)):
         value, last = made.take(key), key.rsplit(".", 1)[-1]

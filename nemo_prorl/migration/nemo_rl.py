@@ -32,6 +32,8 @@ def nemo_rl(made: Converted) -> None:
     whole = take("policy.train_global_batch_size")
     if whole is not None:
         shared.set_updates(made, whole, "train_global_batch_size")
+    if made.overrides.get(our.UPDATES) == 1 and take("loss_fn.force_on_policy_ratio"):
+        made.unused["loss_fn.force_on_policy_ratio"] = SAME  # the ratios of a step's only update are 1
     _correction(made)
     batches, multiplier = take("grpo.dynamic_sampling_max_gen_batches"), take("grpo.batch_multiplier")
     shared.set_draws(made, (batches or 0) * (multiplier or 1))

@@ -14,7 +14,7 @@ from typing import Any
 
 from nemo_prorl.migration import our, shared
 from nemo_prorl.migration.converted import SAME, Converted
-from nemo_prorl.migration.defaults import defaults, source
+from nemo_prorl.migration.defaults import NO_DEFAULT, defaults, source
 from nemo_prorl.migration.files import SCRIPT
 from nemo_prorl.migration.names import entry, known, meant, table
 from nemo_prorl.migration.nemo_rl import nemo_rl
@@ -39,6 +39,7 @@ _PERIODS = {f"{our.GRPO}.{key}" for key in ("checkpoint_every", "keep_checkpoint
 _NO_LIMIT = 100_000  # steps of NeMo-RL that no run makes
 _EPOCHS = "total_epochs", "num_train_epochs", "num_episodes", "max_num_epochs"
 _OTHER_MODELS = re.compile(r"(?i)-a\d+b|[-/]moe|mixtral|gpt-oss|deepseek-v\d|-vl\b|-omni|vision")
+_PLACEHOLDER = re.compile(r"(?i)to_be_filled|\byour|[\[<>]")  # a list: words that no quotation keeps together
 _OTHER_FAMILIES = re.compile(  # as ORG/NAME; a name with Qwen or Llama says what it is made from
     r"(?i)([\w.-]+/)?((?!.*(qwen|llama))(glm|minimax|gemma|mistral|ministral|phi|nvidia-nemotron|nemotron-[h3])-"
     r"|qwen3\.5|qwen3-next|llama-?4)[^/]*"
@@ -310,7 +311,9 @@ def _devices(made: Converted) -> None:
     """Set the numbers of nodes and engines that fit the GPUs and the tensor parallelism; keep those that are set."""
     nodes, devices, tensor_parallel = "trainer.num_nodes", "trainer.devices", "rollout.tensor_parallel_size"
     overrides = made.overrides
-    if {nodes, devices, tensor_parallel} & made.unknown.keys():
+    if asked := [made.unknown[key] for key in (nodes, devices, tensor_parallel) if key in made.unknown]:
+        if not (any(why.endswith(NO_DEFAULT) for why in asked) or "rollout.engines" in overrides):
+            made.unknown.setdefault("rollout.engines", f"{nodes} * {devices} / {tensor_parallel} of them fit the GPUs")
         return
     if devices in overrides:
         overrides.setdefault(nodes, 1)  # the default of the other trainers
@@ -342,7 +345,9 @@ def _refused(made: Converted) -> None:
             key, f"{why}; a run here is at least as long as its warm-up: set this, or more {our.STEPS}"
         )
     model = str(made.overrides.get(our.MODEL))
-    if _OTHER_MODELS.search(model):
+    if _PLACEHOLDER.search(model):
+        made.unknown[our.MODEL] = f"{model}: a placeholder, not a model"
+    elif _OTHER_MODELS.search(model):
         made.unknown[our.MODEL] = (
             f"{model}: a mixture of experts or a vision model, by its name; here are Qwen and Llama only"
         )

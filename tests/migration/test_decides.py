@@ -33,18 +33,26 @@ def test_verl_validates_greedily(period: str, tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "told", "clip"),
     [
-        (".ppo_micro_batch_size_per_gpu=16", "has one more factor: their number, 16"),
-        (".use_dynamic_bsz=True", "has one more factor: a response's is their number, which use_dynamic_bsz changes"),
+        (".ppo_micro_batch_size_per_gpu=16", "has one more factor: their number, 16", 1 / 32),
+        (
+            ".use_dynamic_bsz=True",
+            "has one more factor: a response's is their number, which use_dynamic_bsz changes",
+            None,
+        ),
     ],
 )
 def test_a_sum_over_a_micro_batch_is_told(
-    words: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: str, told: str, clip: float | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = f"{VERL}{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm {ACTOR}{words}"
-    overrides, comments = of(text, tmp_path, capsys)
+    overrides, comments = of(text, tmp_path, capsys, 2 if clip is None else 0)
     assert f"{GRPO}.aggregation=constant" in overrides
+    assert [one for one in overrides if "clip_val" in one] == (
+        [] if clip is None else [f"trainer.gradient_clip_val={clip:g}"]
+    )
+    assert ("trainer.gradient_clip_val: 1 there, of gradients whose" in comments) == (clip is None)
     assert told in comments
 
 
@@ -269,14 +277,14 @@ GSM8K, DAPO = (
         (f"{GSPO} {ACTOR}.use_kl_loss=True", [], f"averages responses, but for {GRPO}.kl_coef, which average", 0),
         (f"{GSPO} {ACTOR}.entropy_coeff=0.1", [], f"averages responses, but for {GRPO}.entropy_coef, which", 0),
         (f"{GSPO} algorithm.use_kl_in_reward=True", [], "with loss_mode=gspo, which averages responses\n", 0),
-        (f"{ACTOR}.loss_scale_factor=4 {NORM}", [], "divided by data.max_response_length there", 0),
+        (f"{ACTOR}.loss_scale_factor=4 {NORM}", [], "divided by data.max_response_length there", 2),
         (
             f"{ACTOR}.loss_scale_factor=4 {NORM}",
             [],
             "loss_scale_factor=4 has no effect there, without loss_agg_mode=",
-            0,
+            2,
         ),
-        (f"{NORM} {GLOBAL}", [], "the responses of an update on a data-parallel rank are added there", 0),
+        (f"{NORM} {GLOBAL}", [], "the responses of an update on a data-parallel rank are added there", 2),
     ],
 )
 def test_numbers_of_verl_are_those_of_its_source(
@@ -740,3 +748,48 @@ def test_the_entropy_coefficient_of_an_older_script_of_verl_is_asked_for(
     told = f"  {GRPO}.entropy_coef: {ACTOR}.entropy_coeff is not in the file; its default was 0.001 up to release 0.3"
     assert (told in comments) == (code == 2)
     assert (f"{GRPO}.entropy_coef=0" in overrides) == (code == 0)
+
+
+def test_the_adaptive_entropy_of_skywork_is_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = {"enabled": "True", "target_entropy": "0.3", "max_ent_coef": "0.01", "delta_ent_coef": "0.0002"}
+    words = " ".join(f"{ACTOR}.adaptive_entropy.{key}={value}" for key, value in values.items())
+    overrides, comments = of(f"{VERL}{words} {ACTOR}.adaptive_entropy.min_ent_coef=0", tmp_path, capsys)
+    found = {"enabled": "true", "target": "0.3", "maximum": "0.01", "step": "0.0002"}
+    assert {f"{GRPO}.adaptive_entropy.{key}={value}" for key, value in found.items()} <= overrides
+    assert "unknown to verl" not in comments
+
+
+@pytest.mark.parametrize("model", ["[PATH,TO,YOUR,MODEL]", "TO_BE_FILLED/Qwen2.5-7B", "'<MODEL>'", "my/model"])
+def test_a_placeholder_of_a_model_is_asked_for(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    is_model = model == "my/model"
+    text = f"{VERL}actor_rollout_ref.model.path={model}"
+    comments = of(text, tmp_path, capsys, 0 if is_model else 2)[1]
+    assert ("a placeholder, not a model" in comments) == (not is_model)
+
+
+@pytest.mark.parametrize(("batch", "is_told"), [(512, False), (256, True)])
+def test_a_forced_ratio_is_told_only_where_it_differs(
+    batch: int, is_told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = f"{NEMO}policy: {{train_global_batch_size: {batch}}}\nloss_fn: {{force_on_policy_ratio: true}}"
+    assert ("force_on_policy_ratio=True: the surrogate" in of(text, tmp_path, capsys)[1]) == is_told
+
+
+def test_engines_are_asked_for_with_the_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    comments = of(f"{VERL}trainer.nnodes=$NODES", tmp_path, capsys, code=2)[1]
+    assert "  rollout.engines: trainer.num_nodes * trainer.devices / rollout.tensor_parallel_size of them" in comments
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{VERL}actor_rollout_ref.rollout.top_p=0.9",
+        f"{VERL}actor_rollout_ref.rollout.top_k=50",
+        f"{NEMO}policy: {{generation: {{top_p: 0.9}}}}",
+        f"{NEMO}policy: {{generation: {{top_k: 50}}}}",
+        "python3 -m openrlhf.cli.train_ppo_ray --advantage_estimator rloo --rollout.top_p 0.9",
+    ],
+)
+def test_truncated_sampling_is_asked_for(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    comments = of(text, tmp_path, capsys, code=2)[1]
+    assert "training samples from all tokens here" in comments.split("not the same as in")[0]

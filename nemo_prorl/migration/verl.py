@@ -176,8 +176,8 @@ def _loss(made: Converted, terms: list[str]) -> tuple[Any, Any]:
 
 def _scale_clip(made: Converted, divisor: Any, size: Any) -> None:
     """Set the bound of the gradients of a loss that is `size` / `divisor` there, 1 / context here, of each response."""
-    key, lengths = "trainer.gradient_clip_val", [made.overrides.get(one) for one in (our.PROMPT, our.RESPONSE)]
-    context = made.overrides.get(our.CONTEXT) or (None not in lengths and sum(lengths))  # as `rules._lengths`
+    key, lengths = "trainer.gradient_clip_val", [made.overrides.get(one, 0) or 0 for one in (our.PROMPT, our.RESPONSE)]
+    context = made.overrides.get(our.CONTEXT) or (all(lengths) and sum(lengths))  # as `rules._lengths`
     if not (clip := made.overrides.get(key)):
         return
     if all(isinstance(one, int) and one > 0 for one in (divisor, size, context)):

@@ -106,7 +106,7 @@ def test_the_weight_of_nemo_rl_s_kl_makes_its_gradient_that_of_k2(
     kl = kl_estimate(logp, logp.detach() + d, estimator)
     weighed, k2 = (torch.exp(logp - logp.detach()) * kl).sum(), kl_estimate(logp, logp.detach() + d, "k2").sum()
     there, here = (torch.autograd.grad(loss, logp)[0] for loss in (weighed, k2))
-    more = {"k1": 1.0, "k2": d.square() / 2, "k3": 0.0}[estimator]
+    more = {"k1": torch.ones(3), "k2": d.square() / 2, "k3": torch.zeros(3)}[estimator]
     assert torch.allclose(there, here + more)
     text = f"grpo: {{max_num_steps: 90}}\nloss_fn: {{reference_policy_kl_type: {estimator}}}"
     overrides, comments = converted("nemo_rl", text, tmp_path / "grpo.yaml", capsys)

@@ -32,6 +32,8 @@ def nemo_rl(made: Converted) -> None:
     whole = take("policy.train_global_batch_size")
     if whole is not None:
         shared.set_updates(made, whole, "train_global_batch_size")
+    if made.overrides.get(our.UPDATES) == 1 and take("loss_fn.force_on_policy_ratio"):
+        made.unused["loss_fn.force_on_policy_ratio"] = SAME  # the ratios of a step's only update are 1
     _correction(made)
     batches, multiplier = take("grpo.dynamic_sampling_max_gen_batches"), take("grpo.batch_multiplier")
     shared.set_draws(made, (batches or 0) * (multiplier or 1))
@@ -83,7 +85,9 @@ def _precision(made: Converted, precision: Any) -> None:
 
 def _kl(made: Converted) -> None:
     key = "loss_fn.use_kl_in_reward"
-    coefficient, estimator = (made.overrides.get(one) for one in (our.KL, our.ESTIMATOR))
+    coefficient, estimator = made.overrides.get(our.KL), str(made.take("loss_fn.reference_policy_kl_type"))
+    weighed = dict.fromkeys(("k1", "k2", "k3"), "k2")  # by a weight that has a gradient
+    made.choose(our.ESTIMATOR, "loss_fn.reference_policy_kl_type", estimator, weighed, "k2")
     keys = "kl_input_clamp_value", "kl_output_clamp_value"
     clamps = {key: made.take(f"loss_fn.{key}") for key in keys}
     in_rewards = made.rest.get(key) is True and made.take(key)
@@ -91,17 +95,15 @@ def _kl(made: Converted) -> None:
         unused = {f"loss_fn.{key}": value for key, value in clamps.items()}
         made.tell_unused(unused, "without a KL in the loss")
     if in_rewards and made.overrides.get(our.ADVANTAGE) == "reinforce_pp_baseline":
-        shared.set_kl_of_rewards(made, key, coefficient, str(estimator), is_scaled=True, is_summed=False)
+        shared.set_kl_of_rewards(made, key, coefficient, estimator, is_scaled=True, is_summed=False)
     elif in_rewards and coefficient:  # grpo's advantages leave it out
         made.overrides[our.KL] = 0
         made.differs.append(
             f"{key}: only adv_estimator.name=reinforce_plus_plus subtracts the KL there: {our.KL}=0 is set"
         )
     elif coefficient:
-        same = {"kl_input_clamp_value": 20.0} if estimator == "k3" else {}  # the clamp of k3 here
-        bounds = {key: value for key, value in clamps.items() if value not in (None, same.get(key))}
-        text = "a token beyond has no gradient of the KL there"
-        made.differs += [f"{key}={value}: {text}" for key, value in bounds.items()]
+        bounds = [f"{key}={value}" for key, value in clamps.items() if value is not None]
+        made.differs += [f"{', '.join(bounds)}: a token beyond has no gradient of the KL there"] if bounds else []
 
 
 def _correction(made: Converted) -> None:

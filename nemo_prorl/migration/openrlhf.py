@@ -26,6 +26,7 @@ def openrlhf(made: Converted) -> None:
     _advantage(made)
     _kl(made)
     _correction(made)
+    _filter(made)
     _cut_off(made)
     _layout(made)
     if take("data.apply_chat_template"):
@@ -50,6 +51,24 @@ def _layout(made: Converted) -> None:
         del made.overrides["rollout.engines"]
     is_sharded = made.take("ds.zero_stage") == 3
     shared.tell_layout(made, "DeepSpeed ZeRO-3" if is_sharded else "", table("openrlhf")["layout"])
+
+
+def _filter(made: Converted) -> None:
+    """Tell which groups are kept: a range of the mean score decides there, whether rewards differ here."""
+    key = "algo.dynamic_filtering_range"
+    bounds, group = made.take(key), made.overrides.get(our.GROUP)
+    if not made.overrides.get(f"{our.SAMPLING}.enabled"):
+        return
+    told, text = f"{key}={bounds}", "a group is kept there if its mean score is between, here if its rewards differ"
+    if not (isinstance(bounds, list) and isinstance(group, int)):
+        made.unknown[told] = text
+        return
+    kept = {count: bounds[0] < count / group < bounds[1] for count in range(group + 1)}
+    if others := [count for count in kept if kept[count] != (0 < count < group)]:
+        means = ", ".join(f"{count / group:g} is {'kept' if kept[count] else 'left out'}" for count in others[:4])
+        made.unknown[told] = f"{text}: of groups with scores of 0 and 1 a mean of {means} there, and not here"
+    else:
+        made.differs.append(f"{told}: {text}: the same for scores of 0 and 1 only")
 
 
 def _cut_off(made: Converted) -> None:

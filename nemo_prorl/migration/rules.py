@@ -7,15 +7,14 @@ other trainer's defaults.  So a number that the file leaves out becomes an overr
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
-from nemo_prorl.errors import ConfigError
 from nemo_prorl.migration import our, shared
 from nemo_prorl.migration.converted import SAME, Converted
-from nemo_prorl.migration.defaults import defaults, source
+from nemo_prorl.migration.defaults import NO_DEFAULT, defaults, source
 from nemo_prorl.migration.files import SCRIPT
 from nemo_prorl.migration.names import entry, known, meant, table
 from nemo_prorl.migration.nemo_rl import nemo_rl
@@ -40,6 +39,7 @@ _PERIODS = {f"{our.GRPO}.{key}" for key in ("checkpoint_every", "keep_checkpoint
 _NO_LIMIT = 100_000  # steps of NeMo-RL that no run makes
 _EPOCHS = "total_epochs", "num_train_epochs", "num_episodes", "max_num_epochs"
 _OTHER_MODELS = re.compile(r"(?i)-a\d+b|[-/]moe|mixtral|gpt-oss|deepseek-v\d|-vl\b|-omni|vision")
+_PLACEHOLDER = re.compile(r"(?i)to_be_filled|\byour|[\[<>]")  # a list: words that no quotation keeps together
 _OTHER_FAMILIES = re.compile(  # as ORG/NAME; a name with Qwen or Llama says what it is made from
     r"(?i)([\w.-]+/)?((?!.*(qwen|llama))(glm|minimax|gemma|mistral|ministral|phi|nvidia-nemotron|nemotron-[h3])-"
     r"|qwen3\.5|qwen3-next|llama-?4)[^/]*"
@@ -59,17 +59,17 @@ def convert(trainer: str, given: Mapping[str, Any]) -> Converted:
     tables = table(trainer)
     named = {tables["aliases"].get(key, key): _plain(value) for key, value in given.items() if key != ENTRY}
     for key, value in named.items():
-        if not _fits(value, tables["defaults"].get(key)):
-            raise ConfigError(f"{key}={value!r}: expected a value such as the default, {tables['defaults'][key]!r}")
+        if not _fits(value, usual := tables["defaults"].get(key)):
+            named[key] = Absent(f"is {value!r}; expected a value such as the default, {usual!r}")
     rest = {**defaults(trainer, named), **named}
     program, why = entry(trainer, given.get(ENTRY, []))
     unread = _unread(rest, trainer) | ({program: why} if why else {})
     made = Converted(rest=dict(rest), unknown=unread, given=frozenset(named), entry=program, usual=tables["defaults"])
-    for theirs, ours in (tables["derived"] | tables["keys"]).items():
-        if isinstance(made.rest.get(theirs), Expression):
-            earlier = f"{made.unknown[ours]}; " if ours in made.unknown else ""
-            made.unknown[ours] = f"{earlier}{_without_value(theirs, made.take(theirs))}"
+    _ask_unknown(made, tables)
     _switch_off(made, named, tables)
+    own = named.keys() | {key for key, value in rest.items() if value != tables["defaults"].get(key)}
+    own |= rest.keys() - made.rest.keys()
+    _ask_older(made, [key for key in given if key in tables.get("gone", ())], own, tables)
     for theirs, ours in tables["keys"].items():
         if theirs in made.rest and _is_usable(theirs, ours, value := made.take(theirs), made):
             made.overrides.setdefault(ours, value)
@@ -92,6 +92,31 @@ def convert(trainer: str, given: Mapping[str, Any]) -> Converted:
     made.notes.append("cluster=h100_4x8 is for GPUs; without a GPU take cluster=laptop")
     _name_as_given(made, {tables["aliases"][key]: key for key in given if key in tables["aliases"]})
     return made
+
+
+def _ask_unknown(made: Converted, tables: Mapping[str, Any]) -> None:
+    """Take the settings without a value, and leave what they decide to the user."""
+    for theirs, ours in (tables["derived"] | tables["keys"]).items():
+        if isinstance(made.rest.get(theirs), Expression):
+            earlier = f"{made.unknown[ours]}; " if ours in made.unknown else ""
+            made.unknown[ours] = f"{earlier}{_without_value(theirs, made.take(theirs))}"
+
+
+def _ask_older(made: Converted, older: list[str], own: Container[str], tables: Mapping[str, Any]) -> None:
+    """Leave the defaults that have changed to the user, if the file has keys of older releases.
+
+    Args:
+        own: keys that the file sets, or that have no effect.
+    """
+    asked = [key for key in tables.get("changed", ()) if older and key not in own]
+    for key in asked:
+        past = ", ".join(f"{value} up to release {until}" for until, value in tables["changed"][key].items())
+        made.rest[key] = Absent(f"is not in the file; its default was {past}, and is {made.usual.get(key)} today")
+    _ask_unknown(made, tables)
+    if asked:
+        made.notes.append(
+            f"{', '.join(older)}: of older releases; what the file leaves out may have other defaults there"
+        )
 
 
 def _tell(made: Converted, settings: Mapping[str, Any], tables: Mapping[str, Any]) -> None:
@@ -176,7 +201,7 @@ def _sort_rest(made: Converted, named: Mapping[str, Any], trainer: str) -> None:
     tables = table(trainer)
     meanings = tables["meanings"]
     if made.take(PASSED_ON):
-        made.differs.insert(0, 'the script passes its own arguments on ("$@"): what you give it is not read here')
+        made.differs.insert(0, 'the script has arguments of its own ("$@"): what you give it is not read here')
     order = {key: place for place, key in enumerate(meanings)}
     for key in sorted(made.rest, key=lambda key: (order.get(key, len(order)), key)):
         value, last = made.take(key), key.rsplit(".", 1)[-1]
@@ -215,7 +240,7 @@ def _sort_one(made: Converted, key: str, value: Any, meaning: list[Any], decides
     *same, text = meaning
     told = f"{key}={str(value)[:60]}"
     if isinstance(value, Expression):
-        made.unknown[key] = f"{key}={value} has no value here; {f'unless it is {same[0]}: ' if same else ''}{text}"
+        made.unknown[key] = f"{_without_value(key, value)}; {f'unless it is {same[0]}: ' if same else ''}{text}"
     elif value in same and key in made.given:
         made.unused[key] = SAME
     elif value not in same and decides:
@@ -286,7 +311,9 @@ def _devices(made: Converted) -> None:
     """Set the numbers of nodes and engines that fit the GPUs and the tensor parallelism; keep those that are set."""
     nodes, devices, tensor_parallel = "trainer.num_nodes", "trainer.devices", "rollout.tensor_parallel_size"
     overrides = made.overrides
-    if {nodes, devices, tensor_parallel} & made.unknown.keys():
+    if asked := [made.unknown[key] for key in (nodes, devices, tensor_parallel) if key in made.unknown]:
+        if not (any(why.endswith(NO_DEFAULT) for why in asked) or "rollout.engines" in overrides):
+            made.unknown.setdefault("rollout.engines", f"{nodes} * {devices} / {tensor_parallel} of them fit the GPUs")
         return
     if devices in overrides:
         overrides.setdefault(nodes, 1)  # the default of the other trainers
@@ -318,7 +345,9 @@ def _refused(made: Converted) -> None:
             key, f"{why}; a run here is at least as long as its warm-up: set this, or more {our.STEPS}"
         )
     model = str(made.overrides.get(our.MODEL))
-    if _OTHER_MODELS.search(model):
+    if _PLACEHOLDER.search(model):
+        made.unknown[our.MODEL] = f"{model}: a placeholder, not a model"
+    elif _OTHER_MODELS.search(model):
         made.unknown[our.MODEL] = (
             f"{model}: a mixture of experts or a vision model, by its name; here are Qwen and Llama only"
         )

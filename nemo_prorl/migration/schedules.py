@@ -39,7 +39,9 @@ def verl_schedule(made: Converted, is_megatron: bool) -> None:
     floors = {key: made.take(key) for key in (f"{optim}.min_lr", f"{optim}.min_lr_ratio")}
     least, of_rate = floors.values()
     floor = least or _share_of_rate(made, of_rate, f"{optim}.min_lr_ratio")
-    _set_course(made, "lr_scheduler_type", kind, _SAME, floor, falls=floors)
+    length = made.take(f"{optim}.lr_decay_steps") if is_megatron else None
+    _set_course(made, "lr_scheduler_type", kind, _SAME, floor, falls=floors | {f"{optim}.lr_decay_steps": length})
+    _tell_length(made, "lr_decay_steps", length)
     steps, share = made.take(f"{optim}.lr_warmup_steps"), made.take(f"{optim}.lr_warmup_steps_ratio")
     if steps is not None and steps >= 0:
         _set_warmup(made, "lr_warmup_steps", steps)
@@ -154,7 +156,13 @@ def _set_warmup(made: Converted, key: str, steps: Any, share: Any = None, begins
 
 
 def _tell_length(made: Converted, key: str, length: Any, rise: int = 0) -> None:
-    """Tell that the fall has another length there; `rise`: steps before it that `length` does not count."""
+    """Leave a fall of another length to the user; `rise`: steps before it that `length` does not count."""
     falls = made.overrides.get(f"{our.SCHED}.name", "constant") != "constant"
-    if falls and length is not None and length + rise != made.overrides.get(our.STEPS):
-        made.differs.append(f"{key}={length}: the learning rate falls over that many steps there, over all steps here")
+    steps = made.overrides.get(our.STEPS)
+    if falls and length is not None and length + rise != steps:
+        all_steps = "all steps" if steps is None else f"all {steps} steps"
+        made.unknown.setdefault(
+            f"{our.SCHED}.name",
+            f"{key}={length}: the learning rate falls over that many steps there, over {all_steps} here;"
+            f" {made.overrides[f'{our.SCHED}.name']} is what comes nearest",
+        )

@@ -43,6 +43,8 @@ _BRACKETS = {"(": ")", "$(": ")", "${": "}", "[[": "]]"}
 _TOKEN = re.compile(r"'[^']*'|\"(?:[^\"\\]|\\.)*\"|\\.|\$\(|\$\{|\[\[|\]\]|;;|&&|\|\||\$#", re.S)
 _TEST = re.compile(r"\s*(!\s*)?(\[|test\b|\(\(|grep\b|command\b|which\b)")
 _CASE, _PATTERN = re.compile(r"\s*case\s(.*?)\sin\b", re.S), re.compile(r"\s*\(?([^()]*)\)")
+_COMPARE: dict[str, Callable[[int, int], bool]]
+_COMPARE = {f"-{name}": getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 OF_WHOLE: dict[type[ast.operator], Callable[[Any, Any], Any]]
 OF_WHOLE = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 OF_WHOLE |= {ast.Div: lambda a, b: int(a / b), ast.Mod: lambda a, b: a - b * int(a / b)}  # as bash divides
@@ -111,8 +113,8 @@ def _outcome(words: list[str]) -> bool | None:
             return (text != "") == (test == "-n")
         case [left, "=" | "==" | "!=" as test, right] if not re.search(r"[*?\[]", right):
             return (left == right) == (test != "!=")
-        case [left, "-eq" | "-ne" as test, right] if re.fullmatch(r"-?\d+ -?\d+", f"{left} {right}"):
-            return (int(left) == int(right)) == (test == "-eq")
+        case [left, test, right] if test in _COMPARE and re.fullmatch(r"-?\d+ -?\d+", f"{left} {right}"):
+            return _COMPARE[test](int(left), int(right))
     return None
 
 
@@ -120,7 +122,8 @@ class Script:
     """A shell script.
 
     Variables, `${NAME:-DEFAULT}`, `$((...))` and arrays get the values that the script gives them; variables of the
-    environment count as not set.  A value that needs more, such as `$(date)`, is an `Expression`.
+    environment count as not set, and `$#` as 0: the script has no arguments.  A value that needs more, such as
+    `$(date)`, is an `Expression`.
 
     Attributes:
         files: {name: text} of the files that the commands so far write from here-documents.
@@ -130,7 +133,8 @@ class Script:
         self.files: dict[str, str] = {}
         self._documents: list[tuple[str, bool]] = []  # text, and whether variables in it get their values
         self._text = self._without_documents(_ARGUMENTS.sub(_PASSED_ON, text))
-        self._known = {"HOME": os.path.expanduser("~"), "@": _PASSED_ON, "*": _PASSED_ON}
+        self._known = {"HOME": os.path.expanduser("~"), "@": _PASSED_ON, "*": _PASSED_ON, "#": "0"}
+        self._arguments = [_PASSED_ON.strip()] if "$#" in text else []  # the script reads its own
         self._arrays: dict[str, list[str]] = {}
 
     def commands(self) -> Iterator[Command]:
@@ -166,7 +170,8 @@ class Script:
             begun = end
             for words in commands:
                 if words[0] in _OPEN:
-                    branches.append(_Branch(_outcome(words[1:]) if words[0] == "if" else None))
+                    runs_body = _outcome(words[1:]) if words[0] in ("if", "while") else None
+                    branches.append(_Branch(runs_body if words[0] == "if" else runs_body and None))
                 elif words[0] in ("elif", "else") and branches:
                     branches[-1] = branches[-1].following(True if words[0] == "else" else _outcome(words[1:]))
                 del branches[max(0, len(branches) - sum(word in _CLOSED for word in words)) :]
@@ -201,7 +206,7 @@ class Script:
             yield from self._of_lines(_lines(document))
         elif program == "trl" and words[1:2] not in (["grpo"], ["rloo"]):
             yield Command(None, [], [], entry=" ".join(words[:2]))
-        elif words and program not in _OTHERS and (found := _command(words, document)) is not None:
+        elif words and program not in _OTHERS and (found := _command([*words, *self._arguments], document)) is not None:
             yield found
 
     def _redirected(self, words: list[str]) -> tuple[list[str], str | None]:

@@ -97,7 +97,7 @@ def _trl_loss(made: Converted) -> None:
     known = {"grpo": "sequence", "dr_grpo": "constant", RLOO: "constant"}
     known |= dict.fromkeys(("bnpo", "dapo", "cispo"), "token")
     made.choose(our.AGGREGATION, "loss_type", kind, known, "sequence" if kind in ("sapo", "luspo") else "token")
-    if our.AGGREGATION in made.unknown:
+    if our.AGGREGATION in made.unknown and "loss_type" in made.given:
         return
     made.choose(our.LOSS, "importance_sampling_level", level, {"token": "clip", "sequence": "gspo"}, "clip")
     if kind != "cispo":

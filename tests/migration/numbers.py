@@ -56,6 +56,11 @@ def _nemo_optimizer(name: str, megatron: str) -> tuple[str, Callable[[Settings],
     return name, value
 
 
+def _nemo_estimator(s: Settings) -> Any:
+    has_kl = s["loss_fn.reference_policy_kl_penalty"] and not s.get("loss_fn.use_kl_in_reward")
+    return f"weighed {s['loss_fn.reference_policy_kl_type']}" if has_kl else UNUSED
+
+
 def _overlong(s: Settings, name: str) -> Any:
     for prefix in ("reward_model.overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg"):
         if s.get(f"{prefix}.enable"):
@@ -349,7 +354,7 @@ NUMBERS = [  # without those of the learning rate's schedule, which `schedules.p
                 "algo.kl.use_loss",
                 lambda s: s["algo.kl.estimator"] if s["algo.kl.use_loss"] else "in rewards",
             ),
-            "nemo_rl": "loss_fn.reference_policy_kl_type",
+            "nemo_rl": ("reference_policy_kl_type", _nemo_estimator),
         },
     ),
     Number(

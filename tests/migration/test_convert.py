@@ -16,7 +16,7 @@ from tests.conftest import ROOT
 
 TRL = """
 from trl import GRPOConfig
-config = GRPOConfig(learning_rate=1e-6, num_generations=8, max_completion_length=512, max_prompt_length=256,
+config = GRPOConfig(learning_rate=1e-6, num_generations=8, max_completion_length=512,
     per_device_train_batch_size=16, gradient_accumulation_steps=4, beta=0.04, epsilon_high=0.28, loss_type="dapo",
     reward_weights=[1], report_to="wandb")
 trainer = trl.GRPOTrainer(model="Qwen/Qwen2-0.5B-Instruct", reward_funcs=length, args=config,
@@ -62,7 +62,7 @@ GRPO = "trainer.grpo"
                 f"{GRPO}.prompts_per_step": 8,
                 f"{GRPO}.updates_per_step": 1,
                 f"{GRPO}.samples_per_prompt": 8,
-                f"{GRPO}.context_tokens": 768,
+                f"{GRPO}.context_tokens": 1536,
                 f"{GRPO}.kl_coef": 0.04,
                 f"{GRPO}.clip_low": 0.2,
                 f"{GRPO}.clip_high": 0.28,
@@ -125,7 +125,7 @@ GRPO = "trainer.grpo"
                 f"{GRPO}.updates_per_step": 4,
                 f"{GRPO}.context_tokens": 512,
                 f"{GRPO}.max_response_tokens": None,  # the context limits it
-                f"{GRPO}.kl_estimator": "k3",
+                f"{GRPO}.kl_estimator": "k2",
                 f"{GRPO}.clip_high": 0.28,
                 f"{GRPO}.advantage": "leave_one_out",
                 f"{GRPO}.aggregation": "token",
@@ -173,7 +173,7 @@ STEPS: int = BS // 4
 def main(group):
     dataset = load_dataset("openai/gsm8k", "main", split="train")
     training_args = GRPOConfig(output_dir="out", learning_rate=1e-6, per_device_train_batch_size=BS,
-        gradient_accumulation_steps=STEPS * 2, num_generations=8, max_prompt_length=256,
+        gradient_accumulation_steps=STEPS * 2, num_generations=8,
         max_completion_length=BS * 32, beta=0.01, reward_weights=[0.1, 1.0], bf16=True, gradient_checkpointing=True,
         use_vllm=True, logging_steps=10)
     trainer = GRPOTrainer(model=MODEL, reward_funcs=[form, accuracy], args=training_args, train_dataset=dataset)

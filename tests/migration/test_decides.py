@@ -33,18 +33,26 @@ def test_verl_validates_greedily(period: str, tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "told", "clip"),
     [
-        (".ppo_micro_batch_size_per_gpu=16", "has one more factor: their number, 16"),
-        (".use_dynamic_bsz=True", "has one more factor: a response's is their number, which use_dynamic_bsz changes"),
+        (".ppo_micro_batch_size_per_gpu=16", "has one more factor: their number, 16", 1 / 32),
+        (
+            ".use_dynamic_bsz=True",
+            "has one more factor: a response's is their number, which use_dynamic_bsz changes",
+            None,
+        ),
     ],
 )
 def test_a_sum_over_a_micro_batch_is_told(
-    words: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: str, told: str, clip: float | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = f"{VERL}{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm {ACTOR}{words}"
-    overrides, comments = of(text, tmp_path, capsys)
+    overrides, comments = of(text, tmp_path, capsys, 2 if clip is None else 0)
     assert f"{GRPO}.aggregation=constant" in overrides
+    assert [one for one in overrides if "clip_val" in one] == (
+        [] if clip is None else [f"trainer.gradient_clip_val={clip:g}"]
+    )
+    assert ("trainer.gradient_clip_val: 1 there, of gradients whose" in comments) == (clip is None)
     assert told in comments
 
 
@@ -269,14 +277,14 @@ GSM8K, DAPO = (
         (f"{GSPO} {ACTOR}.use_kl_loss=True", [], f"averages responses, but for {GRPO}.kl_coef, which average", 0),
         (f"{GSPO} {ACTOR}.entropy_coeff=0.1", [], f"averages responses, but for {GRPO}.entropy_coef, which", 0),
         (f"{GSPO} algorithm.use_kl_in_reward=True", [], "with loss_mode=gspo, which averages responses\n", 0),
-        (f"{ACTOR}.loss_scale_factor=4 {NORM}", [], "divided by data.max_response_length there", 0),
+        (f"{ACTOR}.loss_scale_factor=4 {NORM}", [], "divided by data.max_response_length there", 2),
         (
             f"{ACTOR}.loss_scale_factor=4 {NORM}",
             [],
             "loss_scale_factor=4 has no effect there, without loss_agg_mode=",
-            0,
+            2,
         ),
-        (f"{NORM} {GLOBAL}", [], "the responses of an update on a data-parallel rank are added there", 0),
+        (f"{NORM} {GLOBAL}", [], "the responses of an update on a data-parallel rank are added there", 2),
     ],
 )
 def test_numbers_of_verl_are_those_of_its_source(
@@ -285,6 +293,16 @@ def test_numbers_of_verl_are_those_of_its_source(
     overrides, comments = of(f"{VERL} {words}", tmp_path, capsys, code)
     assert set(expected) <= overrides
     assert "penalty_factor" not in comments and "without a std" not in comments if told is None else told in comments
+
+
+@pytest.mark.parametrize(("metric", "overlong"), [("acc", OVERLONG), ("seq_reward", ""), ("seq_reward", OVERLONG)])
+def test_groups_whose_overlong_penalties_differ_are_told(
+    metric: str, overlong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"algorithm.filter_groups.enable=True algorithm.filter_groups.metric={metric} {overlong}"
+    text = f"{VERL.replace('verl.trainer.main_ppo', 'recipe.dapo.main_dapo')} {words} # main_ppo"
+    told = "algorithm.filter_groups.metric=seq_reward: a reward has its overlong penalty there, so a group whose"
+    assert (told in of(text, tmp_path, capsys)[1]) == (metric == "seq_reward" and bool(overlong))
 
 
 def test_a_mean_over_the_update_is_that_of_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -431,6 +449,7 @@ OPENRLHF = (
     "python3 -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path org/m --algo.advantage.estimator group_norm"
 )
 OPENRLHF += " --rollout.n_samples_per_prompt 8"
+FILTER = "--algo.dynamic_filtering_enable --algo.dynamic_filtering_range"
 CUT_OFF = "--reward.stop_properly_penalty_coef"
 IS = "--algo.advantage.is_correction"
 BONUS = "--algo.kl.use_loss --algo.kl.estimator k2 --actor.policy_loss_type gspo"
@@ -466,6 +485,9 @@ BONUS = "--algo.kl.use_loss --algo.kl.estimator k2 --actor.policy_loss_type gspo
             "  algo.dynamic_filtering_range=[0, 1]: a group is kept there if its mean score is between",
             False,
         ),
+        (f"{FILTER} 0.2 0.8", "of 0 and 1 a mean of 0.125 is left out, 0.875 is left out there, and not here", True),
+        (f"{FILTER} -1 0.9", "with scores of 0 and 1 a mean of 0 is kept there, and not here", True),
+        (f"{FILTER} 0.1 0.9", "algo.dynamic_filtering_range=[0.1, 0.9]: a group is kept there if its mean", False),
         ("--algo.dynamic_filtering_range 0 0.9", "has no effect there, without algo.dynamic_filtering_enable", False),
         ("--logger.wandb.key {wandb_token}", "Weights & Biases: run `wandb login`", False),
         ("--data.max_images_per_prompt 2", "  data.max_images_per_prompt=2: prompts are text here", True),
@@ -522,16 +544,35 @@ def test_an_unknown_scale_of_several_rewards_is_asked_for(tmp_path: Path, capsys
         ("save_steps=0.1, eval_strategy='steps', eval_steps=0.055", {"checkpoint_every=10", "validate_every=6"}, "="),
         ("save_strategy='epoch', save_steps=5", set(), "checkpoint_every"),
         ("eval_strategy='epoch', eval_steps=5", {"validation_samples=8"}, "validate_every"),
-        ("evaluation_strategy='steps'", {"validate_every=10"}, "="),
+        ("evaluation_strategy='steps'", {"validate_every=10"}, "kl_coef"),
     ],
 )
 def test_what_trl_has_elsewhere_is_set(
     given: str, expected: set[str], absent: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    overrides = of(f"GRPOConfig(max_steps=100, per_device_train_batch_size=8, {given})", tmp_path, capsys)[0]
+    text, code = f"GRPOConfig(max_steps=100, per_device_train_batch_size=8, {given})", 2 * ("evaluation_" in given)
+    overrides = of(text, tmp_path, capsys, code)[0]
     assert {f"{GRPO}.{one}" for one in expected} <= overrides
     assert "model.micro_batch_size=8" in overrides
     assert not any(one.startswith(f"{GRPO}.{absent}") for one in overrides)
+
+
+OLDER = "GRPOConfig(max_steps=9, use_vllm=True, vllm_device='auto', max_completion_length=99, bf16=True"
+
+
+def test_defaults_that_have_changed_are_asked_for_in_an_older_script(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides, comments = of(f"{OLDER})", tmp_path, capsys, 2)
+    keys = {"kl_coef", "temperature", "aggregation", "correction.kind", "correction.cap"}
+    assert not any(one.startswith(f"{GRPO}.{key}=") for one in overrides for key in keys)
+    assert all(f"  {GRPO}.{key}: " in comments for key in keys)
+    assert f"{GRPO}.kl_coef: beta is not in the file; its default was 0.04 up to release 0.18, and is 0.0" in comments
+    assert "vllm_device: of older releases" in comments
+    assert {f"{GRPO}.loss=clip", f"{GRPO}.max_response_tokens=99", "trainer.precision=bf16"} <= overrides
+    given = "beta=0.1, temperature=1, loss_type='grpo', max_prompt_length=512, top_k=0"
+    overrides, comments = of(f"{OLDER}, {given})".replace("use_vllm=True", "use_vllm=False"), tmp_path, capsys)
+    assert {f"{GRPO}.kl_coef=0.1", f"{GRPO}.aggregation=sequence", f"{GRPO}.correction.kind=tis"} <= overrides
 
 
 def test_a_mask_of_cut_off_responses_is_not_called_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -605,10 +646,10 @@ SHAPED = "reward_shaping: {enabled: true, overlong_buffer_length: 64, overlong_b
         (
             "loss_fn: {kl_input_clamp_value: 5}",
             [],
-            "kl_input_clamp_value=5: a token beyond has no gradient",
+            "kl_input_clamp_value=5, kl_output_clamp_value=10.0: a token beyond has no gradient",
             0,
         ),
-        ("grpo: {max_num_steps: 90}", [], "  kl_output_clamp_value=10.0: a token", 0),
+        ("grpo: {max_num_steps: 90}", [], "  kl_input_clamp_value=20.0, kl_output_clamp_value=10.0: a token", 0),
         ("policy: {optimizer: {kwargs: {amsgrad: true}}}", [], "  policy.optimizer.kwargs.amsgrad=True: the opt", 2),
         ("policy: {optimizer: {kwargs: {exp_avg_dtype: torch.bfloat16}}}", [], "AdamW's moments have 32 bits here", 0),
         (f"{MEGATRON}optimizer: {{decoupled_weight_decay: false}}}}}}", [], "decoupled_weight_decay=False: the wei", 2),
@@ -689,3 +730,66 @@ def test_words_built_in_a_case_are_read(
     )
     assert ("seed=7" in overrides) == bool(seed)
     assert ("data.seed=7 has no value here" in comments) == (seed is None)
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (f"{ACTOR}.fsdp_config.grad_offload=False", 2),
+        (f"{ACTOR}.ppo_micro_batch_size=8", 2),
+        (f"{ACTOR}.ppo_micro_batch_size=8 {ACTOR}.entropy_coeff=0", 0),
+        (f"{ACTOR}.ppo_micro_batch_size_per_gpu=8", 0),
+    ],
+)
+def test_the_entropy_coefficient_of_an_older_script_of_verl_is_asked_for(
+    words: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides, comments = of(f"{VERL}{words}", tmp_path, capsys, code)
+    told = f"  {GRPO}.entropy_coef: {ACTOR}.entropy_coeff is not in the file; its default was 0.001 up to release 0.3"
+    assert (told in comments) == (code == 2)
+    assert (f"{GRPO}.entropy_coef=0" in overrides) == (code == 0)
+
+
+def test_the_adaptive_entropy_of_skywork_is_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = {"enabled": "True", "target_entropy": "0.3", "max_ent_coef": "0.01", "delta_ent_coef": "0.0002"}
+    words = " ".join(f"{ACTOR}.adaptive_entropy.{key}={value}" for key, value in values.items())
+    overrides, comments = of(f"{VERL}{words} {ACTOR}.adaptive_entropy.min_ent_coef=0", tmp_path, capsys)
+    found = {"enabled": "true", "target": "0.3", "maximum": "0.01", "step": "0.0002"}
+    assert {f"{GRPO}.adaptive_entropy.{key}={value}" for key, value in found.items()} <= overrides
+    assert "unknown to verl" not in comments
+
+
+@pytest.mark.parametrize("model", ["[PATH,TO,YOUR,MODEL]", "TO_BE_FILLED/Qwen2.5-7B", "'<MODEL>'", "my/model"])
+def test_a_placeholder_of_a_model_is_asked_for(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    is_model = model == "my/model"
+    text = f"{VERL}actor_rollout_ref.model.path={model}"
+    comments = of(text, tmp_path, capsys, 0 if is_model else 2)[1]
+    assert ("a placeholder, not a model" in comments) == (not is_model)
+
+
+@pytest.mark.parametrize(("batch", "is_told"), [(512, False), (256, True)])
+def test_a_forced_ratio_is_told_only_where_it_differs(
+    batch: int, is_told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = f"{NEMO}policy: {{train_global_batch_size: {batch}}}\nloss_fn: {{force_on_policy_ratio: true}}"
+    assert ("force_on_policy_ratio=True: the surrogate" in of(text, tmp_path, capsys)[1]) == is_told
+
+
+def test_engines_are_asked_for_with_the_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    comments = of(f"{VERL}trainer.nnodes=$NODES", tmp_path, capsys, code=2)[1]
+    assert "  rollout.engines: trainer.num_nodes * trainer.devices / rollout.tensor_parallel_size of them" in comments
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{VERL}actor_rollout_ref.rollout.top_p=0.9",
+        f"{VERL}actor_rollout_ref.rollout.top_k=50",
+        f"{NEMO}policy: {{generation: {{top_p: 0.9}}}}",
+        f"{NEMO}policy: {{generation: {{top_k: 50}}}}",
+        "python3 -m openrlhf.cli.train_ppo_ray --advantage_estimator rloo --rollout.top_p 0.9",
+    ],
+)
+def test_truncated_sampling_is_asked_for(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    comments = of(text, tmp_path, capsys, code=2)[1]
+    assert "training samples from all tokens here" in comments.split("not the same as in")[0]

@@ -22,7 +22,7 @@ def test_what_trl_does_otherwise_is_told(
     given: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = f"GRPOConfig(warmup_steps=100, steps_per_generation=4, {given})"
-    overrides, comments = converted("trl", text, tmp_path / "a.py", capsys, code=2 if "iterations" in told else 0)
+    overrides, comments = converted("trl", text, tmp_path / "a.py", capsys, code=0 if "bnpo" in told else 2)
     assert "model.optim.sched.warmup_steps=25" in overrides  # of 4 updates each
     assert any(line.startswith(told) for line in comments)
 

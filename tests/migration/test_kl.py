@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import pytest
+import torch
 
+from nemo_prorl.algorithms.losses import kl_estimate
 from tests.migration.test_convert import GRPO, converted
 
 OPEN = "python3 -m openrlhf.cli.train_ppo_ray --n_samples_per_prompt 8 --init_kl_coef 0.01 --advantage_estimator "
@@ -87,3 +89,27 @@ def test_the_kl_penalty_of_verl_decides_the_note(tmp_path: Path, capsys: pytest.
         start = f"  algorithm.use_kl_in_reward: the KL {told} is subtracted"
         assert [line.startswith(start) for line in comments if "kl_in_reward" in line] == [True]
         assert f"{GRPO}.kl_estimator=k2" in overrides
+
+
+@pytest.mark.parametrize(
+    ("estimator", "told"),
+    [
+        ("k1", "plus a term whose mean is 0"),
+        ("k2", "k2's is the one here times 1 + d/2"),
+        ("k3", "k3's is exactly that of trainer.grpo.kl_estimator=k2"),
+    ],
+)
+def test_the_weight_of_nemo_rl_s_kl_makes_its_gradient_that_of_k2(
+    estimator: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logp, d = torch.tensor([-0.2, -1.0, -3.0], dtype=torch.float64, requires_grad=True), torch.tensor([2.0, 0.1, -1.0])
+    kl = kl_estimate(logp, logp.detach() + d, estimator)
+    weighed, k2 = (torch.exp(logp - logp.detach()) * kl).sum(), kl_estimate(logp, logp.detach() + d, "k2").sum()
+    there, here = (torch.autograd.grad(loss, logp)[0] for loss in (weighed, k2))
+    more = {"k1": torch.ones(3), "k2": d.square() / 2, "k3": torch.zeros(3)}[estimator]
+    assert torch.allclose(there, here + more)
+    text = f"grpo: {{max_num_steps: 90}}\nloss_fn: {{reference_policy_kl_type: {estimator}}}"
+    overrides, comments = converted("nemo_rl", text, tmp_path / "grpo.yaml", capsys)
+    assert f"{GRPO}.kl_estimator=k2" in overrides
+    assert [told in line for line in comments if "reference_policy_kl_type" in line] == [True]
+    assert any("kl_input_clamp_value=20.0, kl_output_clamp_value=10.0: a token beyond" in line for line in comments)

@@ -177,7 +177,7 @@ def test_what_only_one_of_several_values_says_is_not_known(tmp_path: Path, capsy
 def test_what_has_no_counterpart_is_told(
     trainer: str, text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = 2 if "model" in told or "mode" in told else 0
+    code = 2 if "divided by" in told or "model" in told or "mode" in told else 0
     overrides, comments = converted(trainer, text.replace("VERL", VERL), tmp_path / "run.sh", capsys, code)
     assert any(told in line and line.startswith("  ") for line in comments)
     assert trainer == "verl" or {"trainer.devices=8", "trainer.num_nodes=1"} <= set(overrides)

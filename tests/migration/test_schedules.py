@@ -212,11 +212,23 @@ def test_the_rates_of_nemo_rl_are_those_of_torch(tmp_path: Path, capsys: pytest.
     assert any(line.endswith(BEHIND) for line in comments)
     assert not any("T_max" in line for line in comments)
 
-    overrides, comments = converted("nemo_rl", text.replace("50", "40"), tmp_path / "grpo.yaml", capsys)
+    overrides, comments = converted("nemo_rl", text.replace("50", "40"), tmp_path / "grpo.yaml", capsys, code=2)
     assert (
-        "  policy.scheduler: T_max=40: the learning rate falls over that many steps there, over all steps here"
-        in comments
+        f"  {SCHED}.name: policy.scheduler: T_max=40: the learning rate falls over that many steps there, over all 60"
+        " steps here; cosine is what comes nearest" in comments
     )
+
+
+@pytest.mark.parametrize(("length", "code"), [(60, 0), (90, 2)])
+def test_a_fall_of_verl_of_another_length_is_asked_for(
+    length: int, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    optim = "actor_rollout_ref.actor.optim"
+    text = f"python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo trainer.total_training_steps={N}"
+    text += f" {optim}.lr_decay_style=cosine {optim}.lr_decay_steps={length}"
+    overrides, comments = converted("verl", text, tmp_path / "run.sh", capsys, code)
+    assert (f"{SCHED}.name=cosine" in overrides) == (not code)
+    assert [f"over all {N} steps here" in line for line in comments if "lr_decay_steps" in line] == [True] * (code > 0)
 
 
 @pytest.mark.parametrize(
@@ -290,11 +302,11 @@ def test_the_rates_of_nemo_rl_with_megatron_are_those_of_megatron(
         "grpo: {max_num_steps: 60}\npolicy:\n  megatron_cfg:\n    enabled: true\n"
         f"    optimizer: {{lr: 2.0e-6, min_lr: 4.0e-7}}\n    scheduler: {scheduler}\n"
     )
-    overrides, comments = converted("nemo_rl", text, tmp_path / "grpo.yaml", capsys)
-    found, rise = rates(overrides, tmp_path)
+    overrides, comments = converted("nemo_rl", text, tmp_path / "grpo.yaml", capsys, 0 if told is None else 2)
     assert [line for line in comments if told is not None and told in line] or told is None
     assert any("lr_decay_iters" in line for line in comments) == (told is not None)
     if told is None:
+        found, rise = rates(overrides, tmp_path)
         theirs = OptimizerParamScheduler(optimizer(), 0.0, LR, 4e-7, rise, 60, "cosine", 0.0, 0.0, 60, "constant")
         group = theirs.optimizer.param_groups[0]
         wanted = []

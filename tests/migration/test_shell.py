@@ -48,7 +48,7 @@ def test_what_follows_from_a_shell_script_is_evaluated(
         "pretrained_checkpoint.restore_from_path='/home/me/verl/models/my model\\'s'",
     } <= set(overrides), overrides
     assert any("actor_rollout_ref.rollout.engine_kwargs.vllm.max-model-len=6144: an arg" in line for line in comments)
-    assert '  the script passes its own arguments on ("$@"): what you give it is not read here' in comments
+    assert '  the script has arguments of its own ("$@"): what you give it is not read here' in comments
     assert not any("tee" in line or "2>" in line for line in [*overrides, *comments])
     model = f"pretrained_checkpoint.restore_from_path={paper_model.write(tmp_path / 'model')}"
     assert settings.load([*overrides, model]).run_dir == "runs/$not_replaced-2048"
@@ -115,3 +115,29 @@ def test_commands_of_one_line_are_read_one_after_the_other(
     overrides, comments = converted("verl", script, tmp_path / "run.sh", capsys, code=0 if lr else 2)
     assert [one for one in overrides if one.startswith("model.optim.lr=")] == ([f"model.optim.lr={lr}"] if lr else [])
     assert any(line.startswith("  model.optim.lr: ") for line in comments) == (lr is None)
+
+
+LOOP = r"""
+LR=5e-7
+while [[ "$#" -gt 0 ]]; do
+  case "$1" in
+    --lr) LR="$2"; shift 2 ;;
+    *) echo "Unknown option: $1"; exit 1 ;;
+  esac
+done
+python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo trainer.total_training_steps=9 \
+    trainer.nnodes=TO_BE_FILLED    actor_rollout_ref.model.path=org/m actor_rollout_ref.actor.optim.lr=$LR
+"""
+
+
+@pytest.mark.parametrize("test", ['[[ "$#" -gt 0 ]]', '[ "$#" -gt 0 ]', "[ $# -ne 0 ]"])
+def test_a_loop_over_the_script_s_arguments_leaves_the_values_above_it(
+    test: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = LOOP.replace('[[ "$#" -gt 0 ]]', test)
+    overrides, comments = converted("verl", text, tmp_path / "run.sh", capsys, code=2)
+    assert "model.optim.lr=5e-07" in overrides
+    told = "  trainer.num_nodes: trainer.nnodes is 'TO_BE_FILLED'; expected a value such as the default, 1"
+    assert told in comments
+    assert any("the script has arguments of its own" in line for line in comments)
+    assert not any("$1" in line for line in comments)

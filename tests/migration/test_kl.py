@@ -87,3 +87,19 @@ def test_the_kl_penalty_of_verl_decides_the_note(tmp_path: Path, capsys: pytest.
         start = f"  algorithm.use_kl_in_reward: the KL {told} is subtracted"
         assert [line.startswith(start) for line in comments if "kl_in_reward" in line] == [True]
         assert f"{GRPO}.kl_estimator=k2" in overrides
+
+
+@pytest.mark.parametrize(
+    ("given", "estimator", "told", "code"),
+    [
+        ("beta=0.1", "k2", "use_bias_correction_kl: the weight, a token's ratio, has a gradient there", 0),
+        ("beta=0.1, importance_sampling_level='sequence'", "k3", "  use_bias_correction_kl=True: with importance", 2),
+    ],
+)
+def test_the_ratio_of_trl_s_kl_makes_its_gradient_that_of_k2(
+    given: str, estimator: str, told: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = f"GRPOConfig(max_steps=9, use_bias_correction_kl=True, {given})"
+    overrides, comments = converted("trl", text, tmp_path / "a.py", capsys, code)
+    assert f"{GRPO}.kl_estimator={estimator}" in overrides
+    assert any(line.startswith(told) for line in comments)

@@ -53,14 +53,20 @@ def trl(made: Converted) -> None:
     _trl_entropy(made)
     if "trainer.precision" not in made.unknown:  # without bf16 and fp16 the numbers have 32 bits (base_config.py:128)
         shared.set_bf16(made, take("bf16") is not False or made.rest.get("fp16") is True)
-    if str(made.rest.get("quantization_config")).startswith("get_quantization_config("):
-        del made.rest["quantization_config"]  # load_in_4bit and load_in_8bit decide
-    if (lora := take("peft_config")) is not None:
-        made.unknown[f"peft_config={lora}"] = "all weights are trained here"
+    _trl_weights(made)
     if (more := take("**")) is not None:
         made.unknown[f"**{more}"] = "the settings of this mapping have no value here"
     _trl_optimizer(made)
     _trl_rewards(made)
+
+
+def _trl_weights(made: Converted) -> None:
+    """Leave a LoRA to the user, unless the command line decides whether there is one."""
+    for key in ("quantization_config", "peft_config"):  # load_in_4bit, load_in_8bit and use_peft decide
+        if str(made.rest.get(key)).startswith(f"get_{key}("):
+            del made.rest[key]
+    if (lora := made.take("peft_config")) is not None:
+        made.unknown[f"peft_config={lora}"] = "all weights are trained here"
 
 
 def _trl_rloo(made: Converted, is_scaled: bool) -> None:

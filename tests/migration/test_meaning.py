@@ -177,7 +177,7 @@ SYNC = "sync_ref_model=True, ref_model_sync_steps=64"
         (
             f"{SYNC}, beta=0.1",
             False,
-            "  trainer.resets.every: sync_ref_model: every 64 steps the reference becomes 0.6 (ref_model_mixup_alpha) of the policy and",
+            "  trainer.resets.every: sync_ref_model: every 64 steps the reference becomes 0.6 (ref_mod",
         ),
         (f"{SYNC}, beta=0.1, ref_model_mixup_alpha=1", True, None),
         (SYNC, False, "sync_ref_model has no effect with beta=0, which needs no reference policy"),
@@ -265,7 +265,8 @@ def test_a_setting_without_an_effect_is_not_lost(tmp_path: Path, capsys: pytest.
 
 def test_all_numbers_of_steps_of_trl_are_divided(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = "GRPOConfig(max_steps=400, steps_per_generation=4, gradient_accumulation_steps=1, sync_ref_model=True,"
-    text += " ref_model_sync_steps=512, ref_model_mixup_alpha=1, beta=0.1, save_steps=100, eval_steps=40, eval_strategy='steps')"
+    text += " ref_model_sync_steps=512, ref_model_mixup_alpha=1, beta=0.1"
+    text += ", save_steps=100, eval_steps=40, eval_strategy='steps')"
     overrides, _ = converted("trl", text, tmp_path / "train.py", capsys)
     periods = {f"{GRPO}.max_steps=100", f"{GRPO}.checkpoint_every=25", f"{GRPO}.validate_every=10"}
     assert {*periods, "trainer.resets.every=128"} <= set(overrides)

@@ -385,3 +385,13 @@ def test_what_a_script_of_trl_leaves_to_its_command_line_is_asked_for_only_if_gi
     )
     assert any(line.startswith("reward (reward_funcs=accuracy_reward): add") for line in comments)
     assert not any("get_soft_overlong_punishment" in line or "peft_config" in line for line in comments)
+
+
+def test_the_yaml_of_an_sft_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    text = "model_name_or_path: org/m\nlearning_rate: 1e-5\nmax_steps: 9\npacking: false\n"
+    (tmp_path / "sft.yaml").write_text(text)
+    assert cli.main(["convert", "trl", str(tmp_path / "sft.yaml")]) != 0
+    assert "packing trains by supervised fine-tuning" in caplog.text
+    converted("trl", f"{text}num_generations: 8\n", tmp_path / "grpo.yaml", capsys, code=2)  # packing: unknown

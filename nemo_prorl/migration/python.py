@@ -155,7 +155,7 @@ class _Script:
         for node in self.nodes:
             if isinstance(node, ast.Call) and last_name(node) == "ModelConfig":
                 yield from ((one.arg, self.fold.get(one.value)) for one in node.keywords if one.arg == "use_peft")
-            asked = str(self.flags.get("reward_funcs", last_name(node)))  # of a registry, those of the command line
+            asked = str(self.flags.get("reward_funcs", _OVERLONG))  # of a registry, those of the command line
             if isinstance(node, ast.Call) and last_name(node) == _OVERLONG and _OVERLONG in asked:
                 given = zip(("max_completion_len", "soft_punish_cache"), node.args, strict=False)
                 named = dict(given) | {one.arg: one.value for one in node.keywords}

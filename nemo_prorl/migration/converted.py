@@ -24,6 +24,8 @@ class Converted:
         drawn: prompts of the data that the other trainer takes for a step; None: `prompts_per_step`.
         most: what limits the prompts of the data, as KEY=VALUE; None if nothing does.
         entry: the program that a script starts, such as `verl.trainer.main_ppo`; empty if it is not known.
+        divisor: name and number of tokens that the other trainer divides a response's loss by, where the context
+            divides it here; empty: as here.
         usual: {key of the other trainer: its default}.
     """
 
@@ -39,6 +41,7 @@ class Converted:
     drawn: float | None = None
     most: str | None = None
     entry: str = ""
+    divisor: tuple[str, Any] = ("", None)
     usual: Mapping[str, Any] = field(default_factory=dict)
 
     def take(self, key: str, default: Any = None) -> Any:

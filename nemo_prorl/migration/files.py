@@ -27,6 +27,8 @@ _TRAINS = {  # in the name of a program that trains otherwise
     "distillation|gkd|gold": "by distillation",
     "^ppo|run_ppo": "a value model, too",  # of TRL and NeMo-RL
 }
+_OF_SFT = {"packing", "dataset_text_field", "assistant_only_loss", "completion_only_loss"}  # keys of an SFTConfig
+_OF_GRPO = {"num_generations", "max_completion_length", "beta", "reward_funcs", "use_vllm"}
 _ALONE = "_override_"  # true in a section of NeMo-RL leaves out that of the base
 SCRIPT = "script"  # key with the name of a Python file that was not found
 BASE = "defaults"  # key with the names of files that a YAML file of NeMo-RL is based on, and that are missing
@@ -51,6 +53,11 @@ def read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {error}") from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError, SyntaxError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
+    if _OF_SFT & found.keys() and not _OF_GRPO & found.keys():
+        raise ConfigError(
+            f"{path}: {', '.join(sorted(_OF_SFT & found.keys()))} trains by supervised fine-tuning; expected the"
+            " configuration of an RL trainer, which rewards responses"
+        )
     if not found.keys() - {ENTRY}:
         raise ConfigError(
             f"{path}: expected a configuration: YAML, JSON, a shell script with the command of the trainer, or Python"

@@ -9,6 +9,7 @@ KL, ESTIMATOR, ENTROPY = f"{GRPO}.kl_coef", f"{GRPO}.kl_estimator", f"{GRPO}.ent
 CORRECTION, SAMPLING = f"{GRPO}.correction", f"{GRPO}.dynamic_sampling"
 VALIDATE_EVERY = f"{GRPO}.validate_every"
 STEPS, LR, SCHED = f"{GRPO}.max_steps", "model.optim.lr", "model.optim.sched"
+CLIP = "trainer.gradient_clip_val"
 MODEL = "pretrained_checkpoint.restore_from_path"
 
 

@@ -33,6 +33,8 @@ _OTHER = re.compile(r"(?!(GRPO|Model|Dataset|DatasetMixture|Merge)(Config|Traine
 _FREEZES = re.compile(r"\.requires_grad( = (?!True)|_\((?!True|\)))")
 _WEIGHTS = {key: key for key in ("load_in_4bit", "load_in_8bit", "quantization_config")}
 _WEIGHTS |= dict.fromkeys(("dtype", "torch_dtype"), "model_init_kwargs.dtype")
+_OVERLONG = "get_soft_overlong_punishment"
+_OF_MODEL = re.compile(r"\w+\.(model_revision|trust_remote_code|attn_implementation|dtype|torch_dtype)")
 _BRANCHES = (ast.If, ast.For, ast.While, ast.Try, ast.IfExp, ast.Match)
 
 
@@ -99,7 +101,15 @@ class _Script:
             for key, value in self._of_statement(node, found):
                 found[key] = value
         for key, value in found.items():  # a mapping is a section, as in YAML
-            yield from _leaves(key, value)
+            yield from _leaves(key, self._init(value) if key == "model_init_kwargs" else value)
+
+    def _init(self, value: Any) -> Any:
+        """Return arguments of from_pretrained without those that are ModelConfig's, which has their defaults."""
+        node = ast.parse(value, mode="eval").body if isinstance(value, Expression) else None
+        if last_name(node) != "dict" or not isinstance(node, ast.Call) or node.args:
+            return value
+        own = {f"{one.arg}": one.value for one in node.keywords if not _OF_MODEL.fullmatch(ast.unparse(one.value))}
+        return {name: self.fold.get(one) for name, one in own.items()} or None
 
     def _others(self) -> list[str]:
         """Return the classes of TRL's other trainers that the script uses."""
@@ -143,10 +153,13 @@ class _Script:
                     f"its methods ({', '.join(methods)}) may change the algorithm: compare them",
                 )
         for node in self.nodes:
-            if isinstance(node, ast.Call) and last_name(node) == "get_soft_overlong_punishment":
+            if isinstance(node, ast.Call) and last_name(node) == "ModelConfig":
+                yield from ((one.arg, self.fold.get(one.value)) for one in node.keywords if one.arg == "use_peft")
+            asked = str(self.flags.get("reward_funcs", _OVERLONG))  # of a registry, those of the command line
+            if isinstance(node, ast.Call) and last_name(node) == _OVERLONG and _OVERLONG in asked:
                 given = zip(("max_completion_len", "soft_punish_cache"), node.args, strict=False)
                 named = dict(given) | {one.arg: one.value for one in node.keywords}
-                yield "get_soft_overlong_punishment", [self.fold.get(one) for _, one in sorted(named.items())]
+                yield _OVERLONG, [self.fold.get(one) for _, one in sorted(named.items())]
 
     def _peft(self) -> Iterator[tuple[str, Any]]:
         """Yield what trains some weights only: a LoraConfig counts if it is used, but not if it is only printed."""
@@ -235,7 +248,9 @@ class _Script:
             if key == "args" and kind == _TRAINER:
                 continue
             value = self.fold.get(node)
-            if key is not None:
+            if key == "reward_funcs" and isinstance(node, ast.Name) and key in self.flags:
+                yield key, self.flags[key]  # they name what the script puts into this list
+            elif key is not None:
                 yield (
                     key,
                     Expression(repr(value)) if key == "reward_funcs" and not isinstance(value, Expression) else value,

@@ -32,7 +32,7 @@ _DECIDE = {
     *(f"model.optim.{key}" for key in ("lr", "weight_decay", "betas", "eps", "sched.name")),
     *(our.LOSS, our.CLIP_LOW, our.CLIP_HIGH, our.DUAL_CLIP, our.KL, our.ESTIMATOR, our.ENTROPY, our.ADVANTAGE),
     *(our.AGGREGATION, our.PROMPTS, our.GROUP, our.UPDATES, our.CONTEXT, our.RESPONSE, our.PROMPT),
-    *("trainer.gradient_clip_val", f"{our.GRPO}.temperature", f"{our.CORRECTION}.kind", f"{our.SAMPLING}.enabled"),
+    *(our.CLIP, f"{our.GRPO}.temperature", f"{our.CORRECTION}.kind", f"{our.SAMPLING}.enabled"),
 }
 _NULLABLE = {our.DUAL_CLIP, our.RESPONSE, our.PROMPT}
 _PERIODS = {f"{our.GRPO}.{key}" for key in ("checkpoint_every", "keep_checkpoints", "keep_best", "validate_every")}
@@ -77,6 +77,7 @@ def convert(trainer: str, given: Mapping[str, Any]) -> Converted:
     _tell(made, rest, tables)
     shared.tell_data(made, **tables["data"])
     _lengths(made)
+    _scale_clip(made, tables)
     _devices(made)
     _refused(made)
     for ours in sorted(_DECIDE - made.overrides.keys() - made.unknown.keys()):
@@ -359,6 +360,21 @@ def _refused(made: Converted) -> None:
         made.unknown.setdefault(
             our.GROUP, "1 there; here the responses to a prompt are compared, so at least 2 are needed"
         )
+
+
+def _scale_clip(made: Converted, tables: Mapping[str, Any]) -> None:
+    """Set the clipping of a gradient whose loss the other trainer divides by another number of tokens."""
+    key = next(theirs for theirs, ours in (tables["keys"] | tables["derived"]).items() if ours == our.CLIP)
+    context, clip, (name, tokens) = made.overrides.get(our.CONTEXT), made.overrides.get(our.CLIP), made.divisor
+    if not name or not clip or our.CLIP in made.unknown:
+        return
+    text = f"{key}={clip} * {tokens} / {our.CONTEXT}: the loss, with its KL term, is divided by {name} there, by"
+    text += " the context here; Adam hides the factor, but the clipping does not"
+    if all(isinstance(one, int | float) for one in (clip, tokens, context)):
+        made.overrides[our.CLIP] = float(f"{clip * tokens / context:.6g}")
+        made.notes.append(f"{our.CLIP}={made.overrides[our.CLIP]:g} is {text}")
+    else:
+        made.unknown[our.CLIP] = text
 
 
 def _lengths(made: Converted) -> None:

@@ -13,7 +13,7 @@ from nemo_prorl.migration.shell import Expression
 _WARMUP = f"{our.SCHED}.warmup_steps"
 _OVERLONG = "get_soft_overlong_punishment"
 _NAME = re.compile(r"[\w.]*\w")
-_SAVE_EVERY, _CLIP = f"{our.GRPO}.checkpoint_every", "trainer.gradient_clip_val"
+_SAVE_EVERY = f"{our.GRPO}.checkpoint_every"
 _FEWER_BITS = re.compile(r"(paged_)?adamw_((bnb_|torch_)?[48]bit|anyprecision)")
 _UPDATE_COUNTS = [our.STEPS, _SAVE_EVERY, our.VALIDATE_EVERY, "trainer.resets.every", _WARMUP]
 _OF_OPTIMIZER = [our.LR, f"{our.SCHED}.name", *(f"model.optim.{key}" for key in ("betas", "eps", "weight_decay"))]
@@ -21,19 +21,23 @@ _OF_OPTIMIZER = [our.LR, f"{our.SCHED}.name", *(f"model.optim.{key}" for key in 
 
 def trl(made: Converted) -> None:
     take = made.take
-    kind = made.rest.get("loss_type")
+    kind, level = made.rest.get("loss_type"), made.rest.get("importance_sampling_level")
     _trl_loss(made)
     _trl_sampling(made)
     made.overrides["model.optim.betas"] = [take("adam_beta1"), take("adam_beta2")]
     made.overrides[our.ESTIMATOR] = "k3"
+    if kind != RLOO and made.rest.get("use_bias_correction_kl") is True and level == "token":
+        made.take("use_bias_correction_kl")
+        made.overrides[our.ESTIMATOR] = "k2"
     made.overrides[f"{our.SAMPLING}.enabled"] = False
     if "wandb" in str(made.rest.get("report_to")):
         shared.set_wandb(made)
         take("report_to")
     scale, normalizes = str(take("scale_rewards")).lower(), take("normalize_advantages")
-    scales = {"false": "mean_only", "none": "mean_only", "batch": "reinforce_pp_baseline"}
-    scales |= {"true": "group_norm", "group": "group_norm", RLOO: "leave_one_out"}
-    made.choose(our.ADVANTAGE, "scale_rewards", "batch" if normalizes else scale, scales, "group_norm")
+    scales = {"false": "mean_only", "none": "mean_only", "true": "group_norm", "group": "group_norm"}
+    scales |= {RLOO: "reinforce_pp_baseline" if normalizes else "leave_one_out"}
+    near = "reinforce_pp_baseline, with the std of the differences in place of the rewards'"
+    made.choose(our.ADVANTAGE, "scale_rewards", scale, scales, near if scale == "batch" else "group_norm")
     if (model := take("model")) is not None:
         made.overrides.setdefault(our.MODEL, model)
     if (length := take("vllm_max_model_length")) is not None:
@@ -49,25 +53,27 @@ def trl(made: Converted) -> None:
     _trl_entropy(made)
     if "trainer.precision" not in made.unknown:  # without bf16 and fp16 the numbers have 32 bits (base_config.py:128)
         shared.set_bf16(made, take("bf16") is not False or made.rest.get("fp16") is True)
-    if str(made.rest.get("quantization_config")).startswith("get_quantization_config("):
-        del made.rest["quantization_config"]  # load_in_4bit and load_in_8bit decide
-    if (lora := take("peft_config")) is not None:
-        made.unknown[f"peft_config={lora}"] = "all weights are trained here"
+    _trl_weights(made)
     if (more := take("**")) is not None:
         made.unknown[f"**{more}"] = "the settings of this mapping have no value here"
     _trl_optimizer(made)
     _trl_rewards(made)
 
 
+def _trl_weights(made: Converted) -> None:
+    """Leave a LoRA to the user, unless the command line decides whether there is one."""
+    for key in ("quantization_config", "peft_config"):  # load_in_4bit, load_in_8bit and use_peft decide
+        if str(made.rest.get(key)).startswith(f"get_{key}("):
+            del made.rest[key]
+    if (lora := made.take("peft_config")) is not None:
+        made.unknown[f"peft_config={lora}"] = "all weights are trained here"
+
+
 def _trl_rloo(made: Converted, is_scaled: bool) -> None:
     """Set the KL of RLOOTrainer; leave to the user what follows from its sum and product over a response's tokens."""
     made.take(RLOO)
     shared.set_kl_of_rewards(made, "beta", made.overrides.get(our.KL), "k1", is_scaled)
-    if clip := made.overrides.get(_CLIP):
-        made.unknown[_CLIP] = (
-            f"max_grad_norm={clip} is for a loss that is summed over a response's tokens there; here it is divided by"
-            f" {our.CONTEXT}, and {clip} / {our.CONTEXT} clips as there"
-        )
+    made.divisor = "1 (a sum over a response's tokens)", 1
     if made.overrides.get(our.UPDATES) != 1:
         made.unknown[our.LOSS] = (
             "from a step's second update on, RLOO clips the product of a response's ratios, which no loss here does;"
@@ -81,9 +87,9 @@ def _trl_optimizer(made: Converted) -> None:
         if (own := made.take(key)) is not None:
             why = f"{key}={own}: the script's own optimizer and schedule decide it"
             made.unknown |= dict.fromkeys(_OF_OPTIMIZER, why)
-    clip, of_trl = made.take("deepspeed.gradient_clipping", "auto"), made.overrides.get(_CLIP)
+    clip, of_trl = made.take("deepspeed.gradient_clipping", "auto"), made.overrides.get(our.CLIP)
     if clip not in ("auto", of_trl):
-        made.unknown[_CLIP] = (
+        made.unknown[our.CLIP] = (
             f"deepspeed.gradient_clipping={clip}, max_grad_norm={of_trl}: transformers wants them equal"
         )
     if _FEWER_BITS.fullmatch(str(made.rest.get("optim"))):
@@ -100,6 +106,9 @@ def _trl_loss(made: Converted) -> None:
     if our.AGGREGATION in made.unknown and "loss_type" in made.given:
         return
     made.choose(our.LOSS, "importance_sampling_level", level, {"token": "clip", "sequence": "gspo"}, "clip")
+    if kind == "dr_grpo":
+        tokens = made.overrides.get(our.RESPONSE)
+        made.divisor = f"max_completion_length={tokens} (loss_type=dr_grpo)", tokens
     if kind != "cispo":
         return
     made.tell_unused({"delta": made.overrides.get(our.DUAL_CLIP)}, "with loss_type=cispo")
@@ -167,9 +176,15 @@ def _trl_engine(made: Converted) -> None:
 
 
 def _trl_reference(made: Converted) -> None:
-    every = made.take("ref_model_sync_steps")
+    every, share = made.take("ref_model_sync_steps"), made.take("ref_model_mixup_alpha")
     if made.take("sync_ref_model") and made.overrides.get(our.KL) != 0:
-        made.overrides |= {"trainer.resets.every": every, "trainer.resets.parts": "reference"}
+        if share == 1 or "trainer.resets.parts" in made.unknown:
+            made.overrides |= {"trainer.resets.every": every, "trainer.resets.parts": "reference"}
+        else:
+            made.unknown["trainer.resets.every"] = (
+                f"sync_ref_model: every {every} steps the reference becomes {share} (ref_model_mixup_alpha) of the"
+                " policy and the rest of itself there; trainer.resets.parts=reference makes it the policy"
+            )
 
 
 def _trl_processes(made: Converted) -> int | None:
@@ -243,14 +258,14 @@ def _trl_batch(made: Converted, kind: Any) -> None:
 
 def _tell_denominator(made: Converted, key: str, generated: int, batch: int) -> None:
     """Tell that a loss over all tokens of a generation has smaller gradients than one over those of an update."""
-    clip = made.overrides.get(_CLIP, "max_grad_norm")
+    clip = made.overrides.get(our.CLIP, "max_grad_norm")
     if generated == batch or not clip:
         return
     same = f"{clip} * {generated / batch:g}" if isinstance(clip, str) else f"{clip * generated / batch:g}"
     made.differs.append(
         f"{key}: the denominator is the tokens of a generation of {generated} responses there, those of an update of"
         f" {batch} here: a gradient there is {batch / generated:g} of that here, which Adam hides, but not the"
-        f" clipping: {_CLIP}={same} clips as there"
+        f" clipping: {our.CLIP}={same} clips as there"
     )
 
 
@@ -332,7 +347,7 @@ def _trl_rewards(made: Converted) -> None:
     if total == "1":
         return
     text = f"reward_funcs: a sum of rewards becomes a mean: divided by {total}"
-    if made.overrides.get(our.ADVANTAGE) in ("mean_only", "leave_one_out") or our.ADVANTAGE in made.unknown:
+    if made.overrides.get(our.ADVANTAGE, "mean_only") in ("mean_only", "leave_one_out"):
         others = f"{our.KL}, {our.ENTROPY} and trainer.gradient_clip_val"
         made.differs.append(f"{text}, and so are advantages without a std; divide {others} by it, too")
     else:

@@ -34,6 +34,8 @@ MODEL: dict[str, Settings] = {  # examples have the settings of the algorithm on
     "nemo_rl": {"grpo.max_num_steps": 100},
 }
 
+_METHODS = "trainer.grpo.loss", "trainer.grpo.advantage"  # without a value, the loader gets its own
+
 
 class Compared(NamedTuple):
     """A number there and here; `is_named` says that the output of `prorl convert` names it."""
@@ -140,7 +142,7 @@ def compare(example: dict[str, Any], folder: Path, form: str | None = None) -> t
     words = overrides(output)
     model = f"pretrained_checkpoint.restore_from_path={paper_model.write(folder / 'model')}"
     missing = [line.split(":")[0].strip("# ") for line in output.splitlines() if line.startswith("#   trainer.")]
-    fitting = [f"{key}={16 if 'prompts' in key else 1}" for key in missing if key != "trainer.grpo.loss"]
+    fitting = [f"{key}={16 if 'prompts' in key else 1}" for key in missing if key not in _METHODS]
     cfg = settings.load([*words, model, *fitting, "rollout.device_memory_gb=1000"])  # memory is not the question
     s = {**DATA["defaults"][trainer]["settings"], **example["settings"]}
     found = [

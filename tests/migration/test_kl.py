@@ -113,3 +113,19 @@ def test_the_weight_of_nemo_rl_s_kl_makes_its_gradient_that_of_k2(
     assert f"{GRPO}.kl_estimator=k2" in overrides
     assert [told in line for line in comments if "reference_policy_kl_type" in line] == [True]
     assert any("kl_input_clamp_value=20.0, kl_output_clamp_value=10.0: a token beyond" in line for line in comments)
+
+
+@pytest.mark.parametrize(
+    ("given", "estimator", "told", "code"),
+    [
+        ("beta=0.1", "k2", "use_bias_correction_kl: the weight, a token's ratio, has a gradient there", 0),
+        ("beta=0.1, importance_sampling_level='sequence'", "k3", "  use_bias_correction_kl=True: with importance", 2),
+    ],
+)
+def test_the_ratio_of_trl_s_kl_makes_its_gradient_that_of_k2(
+    given: str, estimator: str, told: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = f"GRPOConfig(max_steps=9, use_bias_correction_kl=True, {given})"
+    overrides, comments = converted("trl", text, tmp_path / "a.py", capsys, code)
+    assert f"{GRPO}.kl_estimator={estimator}" in overrides
+    assert any(line.startswith(told) for line in comments)

@@ -176,8 +176,8 @@ SYNC = "sync_ref_model=True, ref_model_sync_steps=64"
     [
         (
             f"{SYNC}, beta=0.1",
-            True,
-            "  sync_ref_model: the reference becomes 0.6 (ref_model_mixup_alpha) of the policy and",
+            False,
+            "  trainer.resets.every: sync_ref_model: every 64 steps the reference becomes 0.6 (ref_mod",
         ),
         (f"{SYNC}, beta=0.1, ref_model_mixup_alpha=1", True, None),
         (SYNC, False, "sync_ref_model has no effect with beta=0, which needs no reference policy"),
@@ -187,7 +187,9 @@ SYNC = "sync_ref_model=True, ref_model_sync_steps=64"
 def test_a_synchronized_reference_of_trl_resets_the_reference_only(
     arguments: str, set_: bool, comment: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    overrides, comments = converted("trl", f"GRPOConfig({arguments})", tmp_path / "train.py", capsys)
+    code = 2 * bool(comment and "becomes" in comment)
+    text = f"GRPOConfig(max_steps=9, {arguments})"
+    overrides, comments = converted("trl", text, tmp_path / "train.py", capsys, code)
     resets = [override for override in overrides if override.startswith("trainer.resets")]
     assert resets == (["trainer.resets.every=64", "trainer.resets.parts=reference"] if set_ else [])
     found = [line for line in comments if "sync_ref_model" in line and "without sync_ref_model" not in line]
@@ -263,7 +265,8 @@ def test_a_setting_without_an_effect_is_not_lost(tmp_path: Path, capsys: pytest.
 
 def test_all_numbers_of_steps_of_trl_are_divided(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = "GRPOConfig(max_steps=400, steps_per_generation=4, gradient_accumulation_steps=1, sync_ref_model=True,"
-    text += " ref_model_sync_steps=512, beta=0.1, save_steps=100, eval_steps=40, eval_strategy='steps')"
+    text += " ref_model_sync_steps=512, ref_model_mixup_alpha=1, beta=0.1"
+    text += ", save_steps=100, eval_steps=40, eval_strategy='steps')"
     overrides, _ = converted("trl", text, tmp_path / "train.py", capsys)
     periods = {f"{GRPO}.max_steps=100", f"{GRPO}.checkpoint_every=25", f"{GRPO}.validate_every=10"}
     assert {*periods, "trainer.resets.every=128"} <= set(overrides)

@@ -350,3 +350,48 @@ def test_the_configuration_of_deepspeed_is_read(
     given = "'ds.json'" if is_named or text is None else text
     _, comments = converted("trl", f"GRPOConfig(max_steps=9, deepspeed={given})", tmp_path / "a.py", capsys, code)
     assert any(told in line for line in comments), comments
+
+
+OWN = """
+from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser
+from trl.rewards import accuracy_reward, get_soft_overlong_punishment
+class Mine:
+    reward_funcs: list[str] = None
+known = {"accuracy_reward": accuracy_reward, "sop": get_soft_overlong_punishment(max_completion_len=9)}
+mine, args, model = TrlParser((Mine, GRPOConfig, ModelConfig)).parse_args_and_config()
+functions = [known[name] for name in mine.reward_funcs]
+args.model_init_kwargs = dict(revision=model.model_revision, attn_implementation=model.attn_implementation{})
+GRPOTrainer(model.model_name_or_path, functions, args, peft_config=get_peft_config(model))
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "flags", "asked"),
+    [
+        ("", "", []),
+        ("", "--use_peft", ["use_peft=True: all weights are trained here"]),
+        (", rope=compute()", "", ["model_init_kwargs.rope: model_init_kwargs.rope=compute() has no value here"]),
+    ],
+)
+def test_what_a_script_of_trl_leaves_to_its_command_line_is_asked_for_only_if_given(
+    more: str, flags: str, asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own.py").write_text(OWN.replace("{}", more))
+    text = f"python own.py --model_name_or_path org/m --max_steps 9 --reward_funcs accuracy_reward {flags}"
+    _, comments = converted("trl", text, tmp_path / "run.sh", capsys, code=2 if asked else 0)
+    start = comments.index("set this yourself:") + 1 if asked else 0
+    assert [line.strip().startswith(one) for one, line in zip(asked, comments[start:], strict=False)] == [True] * len(
+        asked
+    )
+    assert any(line.startswith("reward (reward_funcs=accuracy_reward): add") for line in comments)
+    assert not any("get_soft_overlong_punishment" in line or "peft_config" in line for line in comments)
+
+
+def test_the_yaml_of_an_sft_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    text = "model_name_or_path: org/m\nlearning_rate: 1e-5\nmax_steps: 9\npacking: false\n"
+    (tmp_path / "sft.yaml").write_text(text)
+    assert cli.main(["convert", "trl", str(tmp_path / "sft.yaml")]) != 0
+    assert "packing trains by supervised fine-tuning" in caplog.text
+    converted("trl", f"{text}num_generations: 8\n", tmp_path / "grpo.yaml", capsys, code=2)  # packing: unknown

@@ -17,7 +17,7 @@ ALWAYS = {"samples_per_prompt=2", "clip_low=0.2", "aggregation=constant", "kl_es
         (
             "",
             {"advantage=leave_one_out", "kl_coef=0.05", "loss=clip"},
-            ["trainer.gradient_clip_val: max_grad_norm=1.0"],
+            [],
         ),
         (", max_grad_norm=0, beta=0.1, epsilon_high=0.3", {"clip_high=0.3", "kl_coef=0.1", "loss=clip"}, []),
         (", max_grad_norm=0, normalize_advantages=True", {"advantage=reinforce_pp_baseline"}, []),
@@ -39,6 +39,12 @@ def test_a_script_with_rloo_is_converted(
     assert any("beta: the KL (k1) is subtracted from the rewards there" in line for line in comments)
     assert any("trl/trainer/rloo_config.py" in line for line in comments)
     assert not any("loss_type" in line or "unknown to" in line for line in comments)
+
+
+def test_the_clipping_of_a_loss_that_is_a_sum_is_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides, comments = converted("trl", SCRIPT.format(", max_grad_norm=0.3"), tmp_path / "a.py", capsys)
+    assert "trainer.gradient_clip_val=0.000195312" in overrides  # 0.3 / 1536
+    assert any("divided by 1 (a sum over a response's tokens) there" in line for line in comments)
 
 
 def test_rewards_that_are_added_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

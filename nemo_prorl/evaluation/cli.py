@@ -159,7 +159,10 @@ def _run(
     lacking = sum(entry["unjudged"] for entry in found["benchmarks"].values())
     verdicts = [one for name in found["benchmarks"] for one in Store(args.out, name, writable=False).verdicts.values()]
     why = next((f"; the first: {one['detail']}" for one in verdicts if one["score"] is None), "")
-    _log.error("prorl: %d responses have no verdict and are left out%s. Fix: run the same command again", lacking, why)
+    fix = "run the same command again"
+    if " raised " in why:
+        fix = f"mend it, and `prorl evaluate --judge-again --out {args.out}`"
+    _log.error("prorl: %d responses have no verdict and are left out%s. Fix: %s", lacking, why, fix)
     return found, 1
 
 

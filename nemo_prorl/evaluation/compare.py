@@ -98,6 +98,7 @@ def compare(models: Sequence[Evaluated]) -> EvaluationComparison:
     paired: dict[tuple[str, str], Paired] = {}
     for name in common:
         _check_comparable(name, models)
+        _tell_other_sampling(name, models)
         about = models[0].manifest["benchmarks"][name]
         found = {model.name: model.found[name] for model in models}
         entry, pairs = _entry(found, name)
@@ -145,6 +146,15 @@ def _check_comparable(name: str, models: Sequence[Evaluated]) -> None:
                 f"{model.folder}: its prompts of {name} differ from those of {models[0].folder} (sha256 {value[:12]},"
                 f" {hashes[0][:12]}); a paired comparison needs the same prompts"
             )
+
+
+def _tell_other_sampling(name: str, models: Sequence[Evaluated]) -> None:
+    """Warn that the evaluations of a benchmark drew their responses with different settings."""
+    drawn = [model.manifest["benchmarks"][name]["sampling"] for model in models]
+    for key in sorted(drawn[0].keys() - {"samples"}):
+        if len({one.get(key) for one in drawn}) > 1:
+            values = ", ".join(f"{one.get(key)} in {model.name}" for one, model in zip(drawn, models, strict=True))
+            _log.warning("%s: %s differs (%s), so the differences below are not of the models alone", name, key, values)
 
 
 def _parts(parts_of: Mapping[str, Mapping[str, Scored]], where: str) -> dict[str, ComparedPart]:

@@ -20,6 +20,7 @@ from omegaconf import DictConfig
 from nemo_prorl import settings
 from nemo_prorl.checks import check_heads
 from nemo_prorl.data.hub import model_folder
+from nemo_prorl.data.model_folder import other_eos, unwritten_eos
 from nemo_prorl.errors import ConfigError, DataError, ProrlError, StoppedCleanly
 from nemo_prorl.evaluation import models
 from nemo_prorl.evaluation.catalogue import Benchmark, catalogue, check_files, load_records
@@ -93,6 +94,7 @@ def evaluate(options: EvaluationOptions) -> EvaluationResults:
             entries = partial(manifest_of, seed=options.seed, data=options.data, limit=options.limit, known=known)
             merged(options.out, entries(cfg, model, benchmarks, records), benchmarks, known)  # before the export
             source, engines = _source(options, cfg, model), 0 if model.folder is None else cfg.rollout.engines
+            _tell_other_eos(cfg, model, [record for one in benchmarks for record in records[one.name]])
             for one in benchmarks:
                 for record in records[one.name]:
                     source.check(record, one.sampling)
@@ -227,6 +229,16 @@ def _fitted(cfg: DictConfig, model: Model, benchmarks: Sequence[Benchmark]) -> D
     cfg.trainer.grpo.context_tokens = max(one.sampling.context for one in benchmarks)
     check_memory(cfg, None)
     return cfg
+
+
+def _tell_other_eos(cfg: DictConfig, model: Model, records: Sequence[Mapping[str, Any]]) -> None:
+    """Warn that the model may end its responses with another token than the tokenizer's eos."""
+    if model.folder is None:
+        return
+    form = cfg.data.prompt
+    messages = form == "chat" or (form == "as_written" and any(isinstance(one["prompt"], list) for one in records))
+    if fault := (unwritten_eos(model.folder) if messages else None) or other_eos(model.folder):
+        _log.warning("%s", fault)
 
 
 def _part(out: Path, benchmark: Benchmark, records: list[dict[str, Any]] | None, verdicts: str) -> "BenchmarkWork":

@@ -255,3 +255,17 @@ def test_only_what_the_same_function_judged_is_compared(tmp_path: Path, caplog: 
     (tmp_path / "a" / "results.json").write_text('{"complete": false}')
     compare.read([tmp_path / "a", tmp_path / "b"])
     assert "a: not all responses are judged" in caplog.text
+
+
+def test_other_settings_of_the_same_benchmark_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("a", "b"):
+        write(tmp_path / name, "laptop_gcd", [[1.0], [0.0]])
+        (tmp_path / name / "results.json").write_text('{"complete": true}')
+    file = tmp_path / "b" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    manifest["benchmarks"]["laptop_gcd"]["sampling"] |= {"samples": 4, "max_response": 7}
+    file.write_text(json.dumps(manifest))
+    compare.compare(compare.read([tmp_path / "a", tmp_path / "b"]))
+    [told] = caplog.messages
+    assert told.startswith("laptop_gcd: max_response differs (")
+    assert "7 in b), so the differences" in told

@@ -17,8 +17,8 @@ from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import ConfigError, DataError
 from nemo_prorl.evaluation.catalogue import Sampling
 from nemo_prorl.evaluation.manifest import manifest_of
-from nemo_prorl.evaluation.models import draft
-from nemo_prorl.evaluation.run import EvaluationOptions, configuration
+from nemo_prorl.evaluation.models import Model, draft
+from nemo_prorl.evaluation.run import EvaluationOptions, _tell_other_eos, configuration
 from nemo_prorl.evaluation.sampling import seed_of
 from nemo_prorl.evaluation.sources import OnReply
 from nemo_prorl.rewards.interface import RewardResult, Verdict, failed_verdict, verdict_of
@@ -28,6 +28,7 @@ from tests.evaluation.openai_server import Answers, serve
 from tests.evaluation.test_sampling import Drawn
 from tests.policy.models import QWEN2
 from tests.policy.models import write_model as write_complete
+from tests.policy.test_model_folders import CHATML, change_config, with_template
 from tests.rollout.engines import write_model
 from tests.test_formats import against
 
@@ -148,10 +149,24 @@ def test_the_same_command_again_asks_for_nothing_and_keeps_the_time(
 
 
 def test_what_was_not_judged_is_an_error_and_judged_again(
-    tmp_path: Path, judge: type[Judge], evaluate: Evaluate
+    tmp_path: Path,
+    judge: type[Judge],
+    evaluate: Evaluate,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    async def raises(self: Judge, request: dict[str, Any], deadline: Deadline) -> Verdict:
+        return failed_verdict(request["id"], "infrastructure", "score raised ValueError (own.py:3)")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(judge, "score", raises)
+        assert evaluate("raises") == 1
+    assert (
+        f"raised ValueError (own.py:3). Fix: mend it, and `prorl evaluate --judge-again --out {tmp_path}" in caplog.text
+    )
     judge.broken = True
     assert evaluate("out") == 1
+    assert "the judge is out. Fix: run the same command again" in caplog.text
     assert json.loads((tmp_path / "out" / "results.json").read_text())["complete"] is False
     judge.broken = False
     assert evaluate("out") == 0
@@ -406,6 +421,16 @@ def test_a_refused_folder_of_another_evaluation_stays_as_it_was(
         assert sorted((tmp_path / "out").rglob("*")) == before
 
 
+@pytest.mark.parametrize(("form", "told"), [("chat", True), ("as_written", True), ("text", False)])
+def test_an_end_of_replies_that_is_not_eos_is_told(
+    form: str, told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = with_template(write_complete(tmp_path / "model", QWEN2), CHATML)
+    records = [{"prompt": [{"role": "user", "content": "1?"}]}]
+    _tell_other_eos(load([f"data.prompt={form}"]), Model({"name": "m"}, folder), records)  # type: ignore[typeddict-item]
+    assert ("ends a reply with '<|im_end|>', but the tokenizer's eos" in caplog.text) == told
+
+
 def test_a_refused_evaluation_neither_exports_nor_leaves_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -413,10 +438,12 @@ def test_a_refused_evaluation_neither_exports_nor_leaves_its_folder(
     monkeypatch.setattr("nemo_prorl.evaluation.models.exported", None)  # would end with a TypeError
     write_complete(tmp_path / "checkpoint" / "hf", QWEN2 | {"num_attention_heads": 2, "num_key_value_heads": 1})
     checkpoint = tmp_path / "checkpoint"
+    change_config(checkpoint / "hf", eos_token_id=5)
     (checkpoint / "state.json").write_text('{"format": 5, "step": 2, "weights_sha256": "a"}')
     (tmp_path / "mine.jsonl").write_text(json.dumps(RECORDS[0] | {"prompt": "one two " * 99}) + "\n")
     words = ["evaluate", str(checkpoint), "--benchmarks", str(tmp_path / "mine.jsonl"), "--context", "64"]
     assert main([*words, "--out", str(tmp_path / "new")]) == 4
+    assert "config.json has eos_token_id=5. A run ends a response only at the tokenizer's" in caplog.text
     assert "leaves no room for a response in the context of 64. Fix: --context N" in caplog.text
     assert not (tmp_path / "new").exists()
     (tmp_path / "mine").mkdir()

@@ -15,7 +15,7 @@ def openrlhf(made: Converted) -> None:
     made.overrides.setdefault(our.ENTROPY, 0)
     kind = take("actor.policy_loss_type")
     made.choose(our.LOSS, "actor.policy_loss_type", kind, {"ppo": "clip", "gspo": "gspo"}, "clip")
-    made.overrides[our.AGGREGATION] = "sequence" if kind == "gspo" else "token"
+    made.overrides[our.AGGREGATION] = "token" if take("token_level_loss") else "sequence"  # gspo: it has none
     if our.PROMPT in made.overrides and isinstance(made.overrides.get(our.RESPONSE), int):  # the form before April 2026
         made.overrides[our.CONTEXT] = made.overrides[our.PROMPT] + made.overrides[our.RESPONSE]
     if (size := take("train.batch_size")) is not None:

@@ -175,7 +175,7 @@ def _is_usable(theirs: str, ours: str, value: Any, made: Converted) -> bool:
         return False
     if theirs == "grpo.max_num_steps" and value is not None and value >= _NO_LIMIT:
         return False  # the epochs end the run
-    return value is not None or ours in _NULLABLE
+    return value not in (None, "") or ours in _NULLABLE
 
 
 def _switch_off(made: Converted, named: Mapping[str, Any], tables: Mapping[str, Any]) -> None:
@@ -292,7 +292,7 @@ def _mistake(key: str, trainer: str) -> str | None:
             return None
         if part not in names:
             ours, keys = meant(key), table(trainer)["keys"] | table(trainer)["derived"]
-            near = [theirs for theirs, one in keys.items() if one == ours]
+            near = [theirs for theirs, one in keys.items() if one == ours and key.endswith(part)]
             near = near or get_close_matches(part, sorted(names), 1, cutoff=0.8)
             return f"did you mean {near[0]}?" if near else "no such setting"
     if "." not in key or key in [*_deciding(trainer), *table(trainer)["defaults"]]:

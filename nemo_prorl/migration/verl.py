@@ -8,6 +8,7 @@ from nemo_prorl.migration.converted import Converted
 from nemo_prorl.migration.files import BASE
 from nemo_prorl.migration.names import table
 from nemo_prorl.migration.schedules import verl_schedule
+from nemo_prorl.migration.shell import Expression
 
 _ACTOR, _ROLLOUT, _OPTIM = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "actor.optim"))
 _CORRECTION, _FILTERS = "algorithm.rollout_correction", "algorithm.filter_groups"
@@ -53,7 +54,7 @@ def verl(made: Converted) -> None:
     if take(f"{_CORRECTION}.bypass_mode", is_ahead):
         _bypass(made, is_fsdp)
     else:
-        _correction(made)
+        _correction(made, is_ahead or "fully_async" in made.entry)
     if is_ahead:
         _one_step_off(made)
     _rewards(made)
@@ -284,19 +285,26 @@ def _bypass(made: Converted, is_fsdp: bool) -> None:
         if made.overrides.get(our.LOSS) != "clip":
             made.differs.append(f"{own}bypass_mode means the loss of loss_mode=vanilla there")
     else:
-        weights = ", ".join(f"{key}={value}" for key, value in given.items() if value)
+        weights = ", ".join(f"{key}={value}" for key, value in {f"{own}loss_type": loss, **given}.items() if value)
         made.unknown[our.LOSS] = (
-            f"{own}loss_type={loss}, {weights}: its loss is not clipped; with rollout_is=token alone it is cispo with"
+            f"{weights}: its loss is not clipped; with rollout_is=token alone it is cispo with"
             f" {our.CLIP_HIGH}={(given[keys[2]] or 1) - 1:g}, and no other has a counterpart"
         )
 
 
-def _correction(made: Converted) -> None:
-    prefix = f"{_CORRECTION}.rollout"
+def _correction(made: Converted, is_logged: bool) -> None:
+    """Set the correction, which verl leaves out without the engine's log-probabilities (default: `is_logged`)."""
+    prefix, log = f"{_CORRECTION}.rollout", f"{_ROLLOUT}.calculate_log_probs"
+    if not (logged := made.rest.get(log, is_logged)):
+        starts = f"{prefix}_", "algorithm.rollout_is"
+        unused = {key: made.take(key) for key in list(made.rest) if key.startswith(starts)}
+        made.tell_unused(unused, f"without {log}=True")
     kind, cap, mask, bounds = (made.take(f"{prefix}_{key}") for key in ("is", "is_threshold", "rs", "rs_threshold"))
     if (older := _older_correction(made)) is not None:
         made.tell_unused({f"{prefix}_is": kind}, "beside the keys of verl 0.6")
         kind, cap = older
+    if isinstance(logged, Expression) and (kind or mask):
+        made.unknown[_KIND] = f"{log}={logged} has no value here; without it verl corrects nothing"
     if kind == "token" and made.overrides.get(our.LOSS) == "gspo":
         made.differs.append(
             "rollout_is with gspo: a token's weight is for its own gradient there, for its response's here"

@@ -345,6 +345,17 @@ def test_rewards_and_data_of_trl_are_notes(tmp_path: Path, capsys: pytest.Captur
     assert not any("without a counterpart" in line for line in comments)
 
 
+def test_an_empty_folder_is_left_out_and_another_program_s_arguments_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "output_dir: ''\nmax_steps: 9\nsystem_prompt: Think.\ndataset_prompt_column: problem"
+    overrides, comments = converted("trl", text, tmp_path / "a.yaml", capsys, 2)
+    assert not any(one.startswith("run_dir") for one in overrides)
+    assert any(line.startswith("run_dir=DIR") for line in comments)
+    told = [line for line in comments if "of another program, such as open-r1: convert the command" in line]
+    assert [line.split("=")[0].strip() for line in told] == ["system_prompt", "dataset_prompt_column"]
+
+
 def test_scaled_rewards_of_trl_are_group_norm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = TRL_SCRIPT.replace("GRPOConfig(", 'GRPOConfig(scale_rewards="group", ', 1)
     overrides, comments = converted("trl", text, tmp_path / "train.py", capsys)

@@ -10,7 +10,7 @@ from tests.migration.test_convert import GRPO, converted
 VERL = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo trainer.total_training_steps=9 "
 ACTOR, CORRECTION = "actor_rollout_ref.actor", f"{GRPO}.correction"
 NEMO = "grpo: {max_num_steps: 90}\n"
-MASK = VERL + "algorithm.rollout_correction.rollout_"
+MASK = f"{VERL}actor_rollout_ref.rollout.calculate_log_probs=True algorithm.rollout_correction.rollout_"
 
 
 def of(text: str, folder: Path, capsys: pytest.CaptureFixture[str], code: int = 0) -> tuple[set[str], str]:
@@ -217,6 +217,12 @@ GSM8K, DAPO = (
             f"{BYPASS}loss_type=reinforce algorithm.rollout_correction.rollout_is=token {TWO}",
             [f"{GRPO}.old_logp=engine"],
             f"with rollout_is=token alone it is cispo with {GRPO}.clip_high=1, and no other has a counterpart",
+            2,
+        ),
+        (
+            f"{BYPASS}loss_type=reinforce {BYPASS}rollout_is_threshold=null {TWO}",
+            [],
+            f"{GRPO}.loss: algorithm.rollout_correction.loss_type=reinforce: its loss is not clipped",
             2,
         ),
         (
@@ -581,6 +587,40 @@ def test_defaults_that_have_changed_are_asked_for_in_an_older_script(
     given = "beta=0.1, temperature=1, loss_type='grpo', max_prompt_length=512, top_k=0"
     overrides, comments = of(f"{OLDER}, {given})".replace("use_vllm=True", "use_vllm=False"), tmp_path, capsys)
     assert {f"{GRPO}.kl_coef=0.1", f"{GRPO}.aggregation=sequence", f"{GRPO}.correction.kind=tis"} <= overrides
+
+
+PPO_RAY = "python3 -m openrlhf.cli.train_ppo_ray --pretrain m --prompt_max_len 512 --advantage_estimator group_norm "
+
+
+def test_the_mean_of_older_releases_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides, comments = of(f"{PPO_RAY}--flash_attn --max_samples 64", tmp_path, capsys, 2)
+    key = f"{GRPO}.aggregation"
+    assert not any(one.startswith(f"{key}=") for one in overrides)
+    assert f"  {key}: token_level_loss is not in the file; its default was False (sequence here) up" in comments
+    assert f"  {GRPO}.max_response_tokens: rollout.max_new_tokens is not in the file; its default" in comments
+    assert f"  {GRPO}.correction" not in comments
+    overrides, comments = of(f"{PPO_RAY}--max_samples 64", tmp_path, capsys, 2)  # any release up to 0.9
+    assert f"{key}=token" in overrides
+    assert f"up to 0.6 the loss was the mean of the responses' means: {key}=sequence" in comments
+    overrides, comments = of(f"{PPO_RAY}--flash_attn --policy_loss_type gspo", tmp_path, capsys, 2)
+    assert f"{key}=sequence" in overrides
+    assert "the responses' means" not in comments
+
+
+@pytest.mark.parametrize("start", [VERL, VERL.replace("trainer.main_ppo", "experimental.one_step_off_policy.main_ppo")])
+@pytest.mark.parametrize("words", ["is=token {0}is_threshold=3.0", "rs=seq_mean_k1 {0}rs_threshold=2.0"])
+def test_no_correction_is_set_without_the_engine_s_log_probabilities(
+    start: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefix, is_ahead = "algorithm.rollout_correction.rollout_", start != VERL
+    words = f"{start}algorithm.rollout_correction.bypass_mode=False {prefix}{words.format(prefix)} "
+    logged = "actor_rollout_ref.rollout.calculate_log_probs="
+    _, comments = of(f"{words}{logged}$1", tmp_path, capsys, 2)
+    assert f"  {CORRECTION}.kind: {logged}$1 has no value here; without it verl corrects nothing" in comments
+    for given, is_logged in (("", is_ahead), (f"{logged}False", False), (f"{logged}True", True)):
+        overrides, comments = of(words + given, tmp_path, capsys, 2 * is_ahead)  # its numbers of GPUs
+        assert (f"{CORRECTION}.kind=none" in overrides) == (not is_logged)
+        assert (f"has no effect there, without {logged}True" in comments) == (not is_logged)
 
 
 def test_a_mask_of_cut_off_responses_is_not_called_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

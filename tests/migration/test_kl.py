@@ -28,9 +28,10 @@ OPEN = "python3 -m openrlhf.cli.train_ppo_ray --n_samples_per_prompt 8 --init_kl
 def test_the_kl_of_openrlhf_has_the_note_of_its_estimator(
     flags: str, estimator: str, told: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    overrides, comments = converted("openrlhf", OPEN + flags, tmp_path / "run.sh", capsys)
+    code = 2 if "k3" in flags.split("_") else 0  # of an older release
+    overrides, comments = converted("openrlhf", OPEN + flags, tmp_path / "run.sh", capsys, code)
     assert f"{GRPO}.kl_estimator={estimator}" in overrides
-    found = [line for line in comments if line.lstrip().startswith("algo.kl") or "kl_estimator" in line]
+    found = [line for line in comments if line.lstrip().startswith("algo.kl") or "kl_estimator=" in line]
     assert len(found) == (told is not None)
     assert all(str(told) in line for line in found)
     assert any("the std of the advantages divides it" in line for line in comments) == ("baseline" in flags)

@@ -102,6 +102,7 @@ def test_what_verl_s_own_scripts_have_is_told(tmp_path: Path, capsys: pytest.Cap
     )
     assert not any("clip_ratio=0.2" in line or "ppo_megatron" in line for line in comments)
     text = f"{start}low=0.1 algorithm.rollout_correction.rollout_is=token"
+    text += " actor_rollout_ref.rollout.calculate_log_probs=True"
     text += " algorithm.rollout_correction.rollout_is_batch_normalize=True"
     _, comments = converted("verl", text, tmp_path / "run.sh", capsys, code=2)
     told = [line.split("=")[0].rsplit(".", 1)[-1] for line in comments if line.startswith("  algorithm.rollout_corr")]
@@ -361,12 +362,16 @@ def test_losses_have_the_name_of_here(
     assert any("raised to it there" in line for line in comments) == (text == "policy_loss.loss_mode=cispo")
 
 
+LOGGED = "actor_rollout_ref.rollout.calculate_log_probs=True"
+
+
 @pytest.mark.parametrize(
     ("words", "kind", "code"),
     [
-        ("rollout_is=True algorithm.rollout_is_threshold=3", "tis", 0),
+        (f"rollout_is=True algorithm.rollout_is_threshold=3 {LOGGED}", "tis", 0),
+        ("rollout_is=True algorithm.rollout_is_threshold=3", "none", 0),
         ("rollout_is_threshold=3", "none", 0),
-        ("rollout_is=True algorithm.rollout_is_threshold=3 algorithm.rollout_is_mode=mask", None, 2),
+        (f"rollout_is=True algorithm.rollout_is_threshold=3 algorithm.rollout_is_mode=mask {LOGGED}", None, 2),
     ],
 )
 def test_the_older_correction_of_verl_is_converted(
@@ -391,6 +396,12 @@ def test_the_older_correction_of_verl_is_converted(
             "a.sh",
             "python3 -m verl.trainer.main_ppo data.train_batch_sise=8",
             "data.train_batch_sise=8: did you mean train_batch_size?",
+        ),
+        (
+            "verl",
+            "a.sh",
+            "python3 -m verl.trainer.main_ppo data.seed=1 custom_test_function.path=f.py",
+            "custom_test_function.path=f.py: did you mean custom_reward_function?",
         ),
         ("openrlhf", "a.sh", "python3 -m x --l2 0 --temprature 0.5", "temprature=0.5: did you mean temperature?"),
         (

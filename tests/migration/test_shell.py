@@ -6,7 +6,7 @@ import pytest
 
 from nemo_prorl import settings
 from tests import paper_model
-from tests.migration.test_convert import GRPO, converted
+from tests.migration.test_convert import GRPO, converted, with_model
 
 SHELL = r"""
 # a comment with an apostrophe: don't stop here
@@ -141,3 +141,62 @@ def test_a_loop_over_the_script_s_arguments_leaves_the_values_above_it(
     assert told in comments
     assert any("the script has arguments of its own" in line for line in comments)
     assert not any("$1" in line for line in comments)
+
+
+_OF_NEMO_RL = "uv run examples/run_grpo_math.py grpo.max_num_steps=90"
+_OF_TRL = "accelerate launch -m trl.scripts.grpo --max_steps 9 --model_name_or_path org/m"
+_OF_OPENRLHF, _ACTOR = "python3 -m openrlhf.cli.train_ppo_ray", "actor_rollout_ref.actor"
+START = {  # command, learning rate, upper clip range, name in the logs
+    "trl": [_OF_TRL, "--learning_rate 5e-6", "--epsilon_high 0.28", "--run_name "],
+    "verl": [ONE, f"{_ACTOR}.optim.lr=5e-6", f"{_ACTOR}.clip_ratio_high=0.28", "trainer.experiment_name="],
+    "openrlhf": [_OF_OPENRLHF, "--actor.adam.lr 5e-6", "--eps_clip_low_high 0.2 0.28", "--logger.wandb.run_name "],
+    "nemo_rl": [_OF_NEMO_RL, "policy.optimizer.kwargs.lr=5e-6", "loss_fn.ratio_clip_max=0.28", "logger.wandb.name="],
+}
+
+
+@pytest.mark.parametrize("trainer", list(START))
+@pytest.mark.parametrize("begin", ["", "\n    "])
+def test_a_variable_with_words_is_divided_where_one_of_them_has_no_value(
+    begin: str, trainer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A word without a value is asked for by itself, or has no effect here; the others are read."""
+    start, lr, clip, logs = START[trainer]
+    text = f'OPTS="{begin}{clip} \\\n {{lr}} \\\n {logs}$USER-$(date +%m %d)"\nX=1 {start} $OPTS'
+    overrides, _ = converted(trainer, text.format(lr=lr), tmp_path / "run.sh", capsys)
+    assert {"model.optim.lr=5e-06", f"{GRPO}.clip_high=0.28"} <= set(overrides)
+    text = text.format(lr=lr.replace("5e-6", "$(cat lr of mine)"))
+    overrides, comments = converted(trainer, text, tmp_path / "run.sh", capsys, code=2)
+    assert f"{GRPO}.clip_high=0.28" in overrides
+    assert any("optim.lr: " in line and "$(cat lr of mine) has no value here" in line for line in comments)
+
+
+@pytest.mark.parametrize("trainer", list(START))
+@pytest.mark.parametrize(
+    ("before", "words", "shown"),
+    [
+        ("", "$OPTS", "$OPTS"),
+        ('if [ -n "$BIG" ]; then MORE="{lr}"; fi\n', "$MORE", "$MORE"),
+        ("", "{logs}x $MORE", "$MORE"),
+        ('MORE="\n {lr} {logs}$USER"\n', '"$MORE"', "{lr} {logs}$USER"),
+        ('MORE="\n {lr} {logs}me"\n', '"$MORE"', "{lr} {logs}me"),
+    ],
+)
+def test_words_that_have_no_value_are_named(
+    before: str, words: str, shown: str, trainer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start, lr, _, logs = START[trainer]
+    before, words, shown = (text.format(lr=lr, logs=logs) for text in (before, words, shown))
+    _, comments = converted(trainer, f"{before}{start} {words}", tmp_path / "run.sh", capsys, code=2)
+    assert any(line.startswith(f"  {shown}: what it sets or deletes has no value") for line in comments), comments
+
+
+@pytest.mark.parametrize("trainer", list(START))
+@pytest.mark.parametrize("program", ["-m openrlhf.models.remote_rm.math_verifier", "-m judge.api", "judge/api.py"])
+def test_options_of_another_program_are_not_the_trainer_s(
+    program: str, trainer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = with_model(trainer, " ".join(START[trainer][:3]))
+    other = f"python {program} --dataset d --seed 7 --beta 1 &"
+    alone = converted(trainer, command, tmp_path / "run.sh", capsys)
+    for text in (f"{command}\n{other}", f"{other}\n{command}"):
+        assert converted(trainer, text, tmp_path / "run.sh", capsys) == alone

@@ -16,6 +16,7 @@ _UNKNOWN = "\ue000"
 _BLANK = "\ue001"  # a blank in that text, at which no word ends
 _LIST = "\ue002"  # before the mark: a variable with words of a command, which only some branch sets
 UNREAD = "?"  # begins the key of something that was not read; the value says what the user should do
+_WORDS = "what it sets or deletes has no value here, and may be any number here: write its words in its place"
 _ARGUMENTS = re.compile(r'"\$([@*]|\{[@*][^}"]*\})"')  # of the script itself, in quotation marks
 ENTRY = "entry"  # key with the modules and files that the script starts
 PASSED_ON = "passed_on"  # key of the arguments of the script itself, which only its caller knows
@@ -390,7 +391,7 @@ def _of_words(words: list[str]) -> Iterator[tuple[str, Any]]:
         if flag and not override and not word.startswith(("--", _LIST)):
             is_list = _OF_UNKNOWN.fullmatch(word) and (values or _IS_LIST.search(word))
             if is_list or (word[:1].isspace() and _SETS.match(word)):
-                yield _unread(word)
+                yield f"{UNREAD}{without_marks(word)}", _WORDS
             values.append(_value(word))
             continue
         if flag:
@@ -410,16 +411,7 @@ def _of_words(words: list[str]) -> Iterator[tuple[str, Any]]:
             else:
                 flag = name
         elif word.startswith("~") or (_UNKNOWN in word and not re.match("-[^-]", word)) or _SETS.search(word):
-            yield _unread(word)
-
-
-def _unread(word: str) -> tuple[str, str]:
-    what = "what it sets or deletes has no value here, and may be any number here: write its words in its place"
-    return f"{UNREAD}{_without_marks(word)}", what
-
-
-def _without_marks(text: str) -> str:
-    return re.sub(f"[{_UNKNOWN}{_LIST}]", "", text).replace(_BLANK, " ")
+            yield f"{UNREAD}{without_marks(word)}", _WORDS
 
 
 def without_marks(value: Any) -> Any:
@@ -427,7 +419,7 @@ def without_marks(value: Any) -> Any:
     if isinstance(value, list):
         return [without_marks(item) for item in value]
     has_mark = isinstance(value, str) and _UNKNOWN in value
-    return Expression(_without_marks(value)) if has_mark else value
+    return Expression(re.sub(f"[{_UNKNOWN}{_LIST}]", "", value).replace(_BLANK, " ")) if has_mark else value
 
 
 def _value(word: str) -> Any:

@@ -137,15 +137,13 @@ def test_a_loop_over_the_script_s_arguments_leaves_the_values_above_it(
     text = LOOP.replace('[[ "$#" -gt 0 ]]', test)
     overrides, comments = converted("verl", text, tmp_path / "run.sh", capsys, code=2)
     assert "model.optim.lr=5e-07" in overrides
-    told = "  trainer.num_nodes: trainer.nnodes is 'TO_BE_FILLED'; expected a value such as the default, 1"
-    assert told in comments
+    assert "  trainer.num_nodes: trainer.nnodes is 'TO_BE_FILLED'; expected a value such as the default, 1" in comments
     assert any("the script has arguments of its own" in line for line in comments)
     assert not any("$1" in line for line in comments)
 
 
-_OF_NEMO_RL = "uv run examples/run_grpo_math.py grpo.max_num_steps=90"
-_OF_TRL = "accelerate launch -m trl.scripts.grpo --max_steps 9 --model_name_or_path org/m"
-_OF_OPENRLHF, _ACTOR = "python3 -m openrlhf.cli.train_ppo_ray", "actor_rollout_ref.actor"
+_ACTOR, _OF_NEMO_RL = "actor_rollout_ref.actor", "uv run examples/run_grpo_math.py grpo.max_num_steps=90"
+_OF_TRL, _OF_OPENRLHF = "trl grpo --max_steps 9 --model_name_or_path org/m", "python3 -m openrlhf.cli.train_ppo_ray"
 START = {  # command, learning rate, upper clip range, name in the logs
     "trl": [_OF_TRL, "--learning_rate 5e-6", "--epsilon_high 0.28", "--run_name "],
     "verl": [ONE, f"{_ACTOR}.optim.lr=5e-6", f"{_ACTOR}.clip_ratio_high=0.28", "trainer.experiment_name="],
@@ -156,10 +154,7 @@ START = {  # command, learning rate, upper clip range, name in the logs
 
 @pytest.mark.parametrize("trainer", list(START))
 @pytest.mark.parametrize("begin", ["", "\n    "])
-def test_a_variable_with_words_is_divided_where_one_of_them_has_no_value(
-    begin: str, trainer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A word without a value is asked for by itself, or has no effect here; the others are read."""
+def test_a_variable_is_divided(begin: str, trainer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     start, lr, clip, logs = START[trainer]
     text = f'OPTS="{begin}{clip} \\\n {{lr}} \\\n {logs}$USER-$(date +%m %d)"\nX=1 {start} $OPTS'
     overrides, _ = converted(trainer, text.format(lr=lr), tmp_path / "run.sh", capsys)
@@ -172,31 +167,27 @@ def test_a_variable_with_words_is_divided_where_one_of_them_has_no_value(
 
 @pytest.mark.parametrize("trainer", list(START))
 @pytest.mark.parametrize(
-    ("before", "words", "shown"),
+    ("text", "shown"),
     [
-        ("", "$OPTS", "$OPTS"),
-        ('if [ -n "$BIG" ]; then MORE="{lr}"; fi\n', "$MORE", "$MORE"),
-        ("", "{logs}x $MORE", "$MORE"),
-        ('MORE="\n {lr} {logs}$USER"\n', '"$MORE"', "{lr} {logs}$USER"),
-        ('MORE="\n {lr} {logs}me"\n', '"$MORE"', "{lr} {logs}me"),
+        ("{0} $OPTS", "$OPTS"),
+        ('if [ -n "$BIG" ]; then MORE="{1}"; fi\n{0} $MORE', "$MORE"),
+        ("{0} {3}x $MORE", "$MORE"),
+        ('MORE="\n {1} {3}me"\n{0} "$MORE"', "{1} {3}me"),
     ],
 )
 def test_words_that_have_no_value_are_named(
-    before: str, words: str, shown: str, trainer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: str, shown: str, trainer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    start, lr, _, logs = START[trainer]
-    before, words, shown = (text.format(lr=lr, logs=logs) for text in (before, words, shown))
-    _, comments = converted(trainer, f"{before}{start} {words}", tmp_path / "run.sh", capsys, code=2)
+    text, shown = (one.format(*START[trainer]) for one in (text, shown))
+    _, comments = converted(trainer, text, tmp_path / "run.sh", capsys, code=2)
     assert any(line.startswith(f"  {shown}: what it sets or deletes has no value") for line in comments), comments
 
 
 @pytest.mark.parametrize("trainer", list(START))
-@pytest.mark.parametrize("program", ["-m openrlhf.models.remote_rm.math_verifier", "-m judge.api", "judge/api.py"])
-def test_options_of_another_program_are_not_the_trainer_s(
-    program: str, trainer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_programs_do_not_count(trainer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = with_model(trainer, " ".join(START[trainer][:3]))
-    other = f"python {program} --dataset d --seed 7 --beta 1 &"
     alone = converted(trainer, command, tmp_path / "run.sh", capsys)
-    for text in (f"{command}\n{other}", f"{other}\n{command}"):
-        assert converted(trainer, text, tmp_path / "run.sh", capsys) == alone
+    for program in ("-m openrlhf.models.remote_rm.math_verifier", "-m judge.api", "judge/api.py"):
+        other = f"python {program} --dataset d --seed 7 --beta 1 &"
+        for text in (f"{command}\n{other}", f"{other}\n{command}"):
+            assert converted(trainer, text, tmp_path / "run.sh", capsys) == alone

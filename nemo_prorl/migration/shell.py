@@ -195,8 +195,7 @@ class Script:
             for word in words:
                 name, added, value = _ASSIGNMENT.match(word).groups()  # type: ignore[union-attr]
                 value = self._known.get(name, "") + value if added else value
-                before = self._known.get(name, "")
-                mark = f"{_LIST * bool(_SETS.search(value) or _SETS.search(before))}{_UNKNOWN}${name}"
+                mark = _LIST * bool(_SETS.search(f"{self._known.get(name)} {value}")) + f"{_UNKNOWN}${name}"
                 self._known[name] = value if is_certain or self._known.get(name) == value else mark
             return
         words, document = self._redirected(words)
@@ -332,8 +331,8 @@ def _command(words: list[str], document: str | None) -> Command | None:
     if start < 0:
         settings = list(_of_words(words))
         is_trainer = not _STARTERS & set(words) and any(not key.startswith((UNREAD, PASSED_ON)) for key, _ in settings)
-        entry = " ".join(words[:2]) if words[0] == "trl" else None
-        return Command(None, [], settings, entry=entry) if is_trainer else None
+        of_trl = " ".join(words[:2]) if words[0] == "trl" else None
+        return Command(None, [], settings, entry=of_trl) if is_trainer else None
     is_module = start in modules
     launcher = [pair for pair in _of_words(words[:start]) if pair[0] in LAUNCH]
     if re.search(r"vllm|serve|prepare|download|preprocess|^tests/|^openrlhf\.models\.", words[start + is_module]):
@@ -406,10 +405,9 @@ def _of_words(words: list[str]) -> Iterator[tuple[str, Any]]:
         elif word.startswith("--") and _UNKNOWN not in word.partition("=")[0]:
             name, equals, value = word[2:].partition("=")
             name = name.replace("-", "_")
+            flag = None if equals else name
             if equals:
                 yield name, _value(value)
-            else:
-                flag = name
         elif word.startswith("~") or (_UNKNOWN in word and not re.match("-[^-]", word)) or _SETS.search(word):
             yield f"{UNREAD}{without_marks(word)}", _WORDS
 

@@ -79,9 +79,7 @@ def test_what_does_not_follow_from_a_script_must_be_set(
     assert f"  {GRPO}.prompts_per_step: data.train_batch_size={shown} has no value here" in comments
 
 
-def test_defaults_of_a_file_that_was_not_read_are_not_guessed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_defaults_of_an_unread_file_are_not_guessed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = SHELL.replace("--config-name=ppo_trainer", "--config-name mine")
     _, comments = converted("verl", text, tmp_path / "run.sh", capsys, code=2)
     assert "  config_name=mine: what only this file sets was not read; the defaults are ppo_trainer's" in comments
@@ -131,9 +129,7 @@ python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo trainer.total_trai
 
 
 @pytest.mark.parametrize("test", ['[[ "$#" -gt 0 ]]', '[ "$#" -gt 0 ]', "[ $# -ne 0 ]"])
-def test_a_loop_over_the_script_s_arguments_leaves_the_values_above_it(
-    test: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_loop_over_arguments_leaves_values(test: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = LOOP.replace('[[ "$#" -gt 0 ]]', test)
     overrides, comments = converted("verl", text, tmp_path / "run.sh", capsys, code=2)
     assert "model.optim.lr=5e-07" in overrides

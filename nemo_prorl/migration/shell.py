@@ -13,8 +13,7 @@ import yaml
 
 # Marks what cannot be evaluated; the text behind the mark is the script's.
 _UNKNOWN = "\ue000"
-_BLANK = "\ue001"  # a blank in that text, at which no word ends
-_LIST = "\ue002"  # before the mark: a variable with words of a command, which only some branch sets
+_BLANK, _LIST = "\ue001", "\ue002"  # a blank in that text; before the mark of a variable that may have several words
 UNREAD = "?"  # begins the key of something that was not read; the value says what the user should do
 _WORDS = "what it sets or deletes has no value here, and may be any number here: write its words in its place"
 _ARGUMENTS = re.compile(r'"\$([@*]|\{[@*][^}"]*\})"')  # of the script itself, in quotation marks
@@ -27,7 +26,6 @@ _ASSIGNED = re.compile(r"\s*((export|declare|local|readonly)\s+)?(-\w+\s+)*[A-Za
 _ARRAY = re.compile(r"\s*([A-Za-z_]\w*)(\+?)=(?=\()")
 _SETS = re.compile(r"(^|\s+)(--[A-Za-z]|[+~]*[A-Za-z][\w.@/-]*=)")  # in a text with words of a command
 _OF_UNKNOWN = re.compile(rf"{_UNKNOWN}\$(\w+|[{{(].*[)}}])")
-_IS_LIST = re.compile(r"(?i)(arg|opt|option|flag|param)s|extra")  # in the name of a variable
 _OVERRIDE = re.compile(r"\+*([A-Za-z_]\w*\.[\w.@/-]+)=(.*)", re.S)
 _ALL_ITEMS = re.compile(r'"?\$\{(\w+)\[[@*]\]\}"?')
 _NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
@@ -388,7 +386,9 @@ def _of_words(words: list[str]) -> Iterator[tuple[str, Any]]:
     for word in [*words, "--"]:
         override = _OVERRIDE.fullmatch(word)
         if flag and not override and not word.startswith(("--", _LIST)):
-            is_list = _OF_UNKNOWN.fullmatch(word) and (values or _IS_LIST.search(word))
+            is_list = _OF_UNKNOWN.fullmatch(word) and (
+                values or re.search("(?i)(arg|opt|option|flag|param)s|extra", word)
+            )
             if is_list or (word[:1].isspace() and _SETS.match(word)):
                 yield f"{UNREAD}{without_marks(word)}", _WORDS
             values.append(_value(word))
@@ -404,10 +404,9 @@ def _of_words(words: list[str]) -> Iterator[tuple[str, Any]]:
             yield match[1], _value(match[3])
         elif word.startswith("--") and _UNKNOWN not in word.partition("=")[0]:
             name, equals, value = word[2:].partition("=")
-            name = name.replace("-", "_")
-            flag = None if equals else name
+            flag = None if equals else name.replace("-", "_")
             if equals:
-                yield name, _value(value)
+                yield name.replace("-", "_"), _value(value)
         elif word.startswith("~") or (_UNKNOWN in word and not re.match("-[^-]", word)) or _SETS.search(word):
             yield f"{UNREAD}{without_marks(word)}", _WORDS
 
@@ -448,13 +447,11 @@ def _expand(text: str, known: dict[str, str]) -> str:
             is_assigned = (is_assigned or char in ";&|") and _ASSIGNED.match(text, at + (char in ";&|")) is not None
         elif char in "$`":
             value, end = _dollar(text, at, known)
-            value = _UNKNOWN + re.sub(r"\s+", _BLANK, text[at:end]) if value is None else value
             escaped = r'([\\"])' if quoted else r"(\W)" if is_assigned else r"([^\w\s])"
-            done += re.sub(escaped, r"\\\1", value)
-            at = end
+            unknown = _UNKNOWN + re.sub(r"\s+", _BLANK, text[at:end])
+            done, at = done + re.sub(escaped, r"\\\1", unknown if value is None else value), end
             continue
-        done += text[at:end]
-        at = end
+        done, at = done + text[at:end], end
     return done
 
 

@@ -153,7 +153,7 @@ def _of_script(text: str, path: Path) -> dict[str, Any]:
     script, found, entries, others = Script(text), dict[str, Any](), list[str](), list[str]()
     is_alone = not any(_PROGRAM.search(command.entry or "") for command in Script(text).commands())
     for command in script.commands():
-        if not (is_alone or command.entry is None or _MAY_TRAIN.search(command.entry)):
+        if not (is_alone or not command.entry or _MAY_TRAIN.search(command.entry)):
             continue
         if other := _other_training(command, _Files(script.files, path.parent)):
             others.append(f"{command.entry} trains {other}")

@@ -329,8 +329,7 @@ def _command(words: list[str], document: str | None) -> Command | None:
     if start < 0:
         settings = list(_of_words(words))
         is_trainer = not _STARTERS & set(words) and any(not key.startswith((UNREAD, PASSED_ON)) for key, _ in settings)
-        of_trl = " ".join(words[:2]) if words[0] == "trl" else None
-        return Command(None, [], settings, entry=of_trl) if is_trainer else None
+        return Command(None, [], settings, entry=" ".join(words[:2] * (words[0] == "trl"))) if is_trainer else None
     is_module = start in modules
     launcher = [pair for pair in _of_words(words[:start]) if pair[0] in LAUNCH]
     if re.search(r"vllm|serve|prepare|download|preprocess|^tests/|^openrlhf\.models\.", words[start + is_module]):
@@ -430,8 +429,7 @@ def _value(word: str) -> Any:
 
 def _expand(text: str, known: dict[str, str]) -> str:
     """Return the text with its `$` expressions replaced, escaped so that `shlex` reads each as plain text."""
-    is_assigned = _ASSIGNED.match(text) is not None  # elsewhere, blanks of a value separate words
-    done, at, quoted = "", 0, False
+    done, at, quoted, is_assigned = "", 0, False, _ASSIGNED.match(text) is not None  # else blanks of a value count
     while at < len(text):
         char, end = text[at], at + 1
         if char == "\\":

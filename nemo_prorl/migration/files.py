@@ -27,6 +27,8 @@ _TRAINS = {  # in the name of a program that trains otherwise
     "distillation|gkd|gold": "by distillation",
     "^ppo|run_ppo": "a value model, too",  # of TRL and NeMo-RL
 }
+_PROGRAM = re.compile(r"(main|train)_ppo|main_dapo|fully_async_main|run_\w*grpo|(scripts[/.]|trl )(grpo|rloo)")
+_MAY_TRAIN = re.compile(r"(main|train|run|ppo|grpo|rloo)[^/.]*(\.py)?$")  # by the name of the program
 _OF_SFT = {"packing", "dataset_text_field", "assistant_only_loss", "completion_only_loss"}  # keys of an SFTConfig
 _OF_GRPO = {"num_generations", "max_completion_length", "beta", "reward_funcs", "use_vllm"}
 _ALONE = "_override_"  # true in a section of NeMo-RL leaves out that of the base
@@ -146,10 +148,13 @@ def _of_script(text: str, path: Path) -> dict[str, Any]:
     """Return the settings of a shell script's commands, and of the files that these name.
 
     A key to which two commands give different values has none.  Commands of other trainings count only if no other
-    is left: they raise ConfigError.
+    is left: they raise ConfigError.  Beside a program of a trainer, those of programs that train nothing do not count.
     """
     script, found, entries, others = Script(text), dict[str, Any](), list[str](), list[str]()
+    is_alone = not any(_PROGRAM.search(command.entry or "") for command in Script(text).commands())
     for command in script.commands():
+        if not (is_alone or not command.entry or _MAY_TRAIN.search(command.entry)):
+            continue
         if other := _other_training(command, _Files(script.files, path.parent)):
             others.append(f"{command.entry} trains {other}")
             continue

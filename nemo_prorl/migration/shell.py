@@ -13,15 +13,19 @@ import yaml
 
 # Marks what cannot be evaluated; the text behind the mark is the script's.
 _UNKNOWN = "\ue000"
+_BLANK, _LIST = "\ue001", "\ue002"  # a blank in that text; before the mark of a variable that may have several words
 UNREAD = "?"  # begins the key of something that was not read; the value says what the user should do
+_WORDS = "what it sets or deletes has no value here, and may be any number here: write its words in its place"
 _ARGUMENTS = re.compile(r'"\$([@*]|\{[@*][^}"]*\})"')  # of the script itself, in quotation marks
 ENTRY = "entry"  # key with the modules and files that the script starts
 PASSED_ON = "passed_on"  # key of the arguments of the script itself, which only its caller knows
 _PASSED_ON = f" --{PASSED_ON} "
 _COMMENT = re.compile(r"^\s*#.*\n", re.M)
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.S)
-_ASSIGNED = re.compile(r"\s*((export|declare|local|readonly)\s+(-\w+\s+)*)?[A-Za-z_]\w*\+?=")
+_ASSIGNED = re.compile(r"\s*((export|declare|local|readonly)\s+)?(-\w+\s+)*[A-Za-z_]\w*\+?=")
 _ARRAY = re.compile(r"\s*([A-Za-z_]\w*)(\+?)=(?=\()")
+_SETS = re.compile(r"(^|\s+)(--[A-Za-z]|[+~]*[A-Za-z][\w.@/-]*=)")  # in a text with words of a command
+_OF_UNKNOWN = re.compile(rf"{_UNKNOWN}\$(\w+|[{{(].*[)}}])")
 _OVERRIDE = re.compile(r"\+*([A-Za-z_]\w*\.[\w.@/-]+)=(.*)", re.S)
 _ALL_ITEMS = re.compile(r'"?\$\{(\w+)\[[@*]\]\}"?')
 _NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
@@ -189,7 +193,8 @@ class Script:
             for word in words:
                 name, added, value = _ASSIGNMENT.match(word).groups()  # type: ignore[union-attr]
                 value = self._known.get(name, "") + value if added else value
-                self._known[name] = value if is_certain or self._known.get(name) == value else f"{_UNKNOWN}${name}"
+                mark = _LIST * bool(_SETS.search(f"{self._known.get(name)} {value}")) + f"{_UNKNOWN}${name}"
+                self._known[name] = value if is_certain or self._known.get(name) == value else mark
             return
         words, document = self._redirected(words)
         nested = [word for word in words if re.search(r"\s", word) and _NESTED.search(word)]
@@ -324,10 +329,10 @@ def _command(words: list[str], document: str | None) -> Command | None:
     if start < 0:
         settings = list(_of_words(words))
         is_trainer = not _STARTERS & set(words) and any(not key.startswith((UNREAD, PASSED_ON)) for key, _ in settings)
-        return Command(None, [], settings) if is_trainer else None
+        return Command(None, [], settings, entry=" ".join(words[:2] * (words[0] == "trl"))) if is_trainer else None
     is_module = start in modules
     launcher = [pair for pair in _of_words(words[:start]) if pair[0] in LAUNCH]
-    if re.search(r"vllm|serve|prepare|download|preprocess|^tests/", words[start + is_module]):
+    if re.search(r"vllm|serve|prepare|download|preprocess|^tests/|^openrlhf\.models\.", words[start + is_module]):
         return None
     script = words[start] if start in files else None
     entry = words[start + is_module] if is_module or script else None
@@ -379,7 +384,12 @@ def _of_words(words: list[str]) -> Iterator[tuple[str, Any]]:
     values: list[Any] = []
     for word in [*words, "--"]:
         override = _OVERRIDE.fullmatch(word)
-        if flag and not override and not word.startswith("--"):
+        if flag and not override and not word.startswith(("--", _LIST)):
+            is_list = _OF_UNKNOWN.fullmatch(word) and (
+                values or re.search("(?i)(arg|opt|option|flag|param)s|extra", word)
+            )
+            if is_list or (word[:1].isspace() and _SETS.match(word)):
+                yield f"{UNREAD}{without_marks(word)}", _WORDS
             values.append(_value(word))
             continue
         if flag:
@@ -389,20 +399,15 @@ def _of_words(words: list[str]) -> Iterator[tuple[str, Any]]:
         flag, values = None, []
         if override:
             yield override[1], _value(override[2])
-        elif word.startswith("~") or (_UNKNOWN in word and not word.startswith("-") and "=" not in word):
-            yield (
-                f"{UNREAD}{word.replace(_UNKNOWN, '')}",
-                "what it sets or deletes has no value here, and may be any number here: write its words in its place",
-            )
         elif match := _ASSIGNMENT.fullmatch(word):  # a group of Hydra, such as model_engine=megatron
             yield match[1], _value(match[3])
-        elif word.startswith("--"):
+        elif word.startswith("--") and _UNKNOWN not in word.partition("=")[0]:
             name, equals, value = word[2:].partition("=")
-            name = name.replace("-", "_")
+            flag = None if equals else name.replace("-", "_")
             if equals:
-                yield name, _value(value)
-            else:
-                flag = name
+                yield name.replace("-", "_"), _value(value)
+        elif word.startswith("~") or (_UNKNOWN in word and not re.match("-[^-]", word)) or _SETS.search(word):
+            yield f"{UNREAD}{without_marks(word)}", _WORDS
 
 
 def without_marks(value: Any) -> Any:
@@ -410,7 +415,7 @@ def without_marks(value: Any) -> Any:
     if isinstance(value, list):
         return [without_marks(item) for item in value]
     has_mark = isinstance(value, str) and _UNKNOWN in value
-    return Expression(value.replace(_UNKNOWN, "")) if has_mark else value
+    return Expression(re.sub(f"[{_UNKNOWN}{_LIST}]", "", value).replace(_BLANK, " ")) if has_mark else value
 
 
 def _value(word: str) -> Any:
@@ -424,8 +429,7 @@ def _value(word: str) -> Any:
 
 def _expand(text: str, known: dict[str, str]) -> str:
     """Return the text with its `$` expressions replaced, escaped so that `shlex` reads each as plain text."""
-    special = r"(\W)" if _ASSIGNED.match(text) else r"([^\w\s])"  # elsewhere, blanks of a value separate words
-    done, at, quoted = "", 0, False
+    done, at, quoted, is_assigned = "", 0, False, _ASSIGNED.match(text) is not None  # else blanks of a value count
     while at < len(text):
         char, end = text[at], at + 1
         if char == "\\":
@@ -437,14 +441,15 @@ def _expand(text: str, known: dict[str, str]) -> str:
             continue
         elif char == '"':
             quoted = not quoted
+        elif not quoted and (char.isspace() or char in ";&|"):
+            is_assigned = (is_assigned or char in ";&|") and _ASSIGNED.match(text, at + (char in ";&|")) is not None
         elif char in "$`":
             value, end = _dollar(text, at, known)
-            escaped = r'([\\"])' if quoted else r"(\W)" if value is None or _UNKNOWN in value else special
-            done += re.sub(escaped, r"\\\1", f"{_UNKNOWN}{text[at:end]}" if value is None else value)
-            at = end
+            escaped = r'([\\"])' if quoted else r"(\W)" if is_assigned else r"([^\w\s])"
+            unknown = _UNKNOWN + re.sub(r"\s+", _BLANK, text[at:end])
+            done, at = done + re.sub(escaped, r"\\\1", unknown if value is None else value), end
             continue
-        done += text[at:end]
-        at = end
+        done, at = done + text[at:end], end
     return done
 
 

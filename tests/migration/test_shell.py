@@ -6,7 +6,7 @@ import pytest
 
 from nemo_prorl import settings
 from tests import paper_model
-from tests.migration.test_convert import GRPO, converted
+from tests.migration.test_convert import GRPO, converted, with_model
 
 SHELL = r"""
 # a comment with an apostrophe: don't stop here
@@ -79,9 +79,7 @@ def test_what_does_not_follow_from_a_script_must_be_set(
     assert f"  {GRPO}.prompts_per_step: data.train_batch_size={shown} has no value here" in comments
 
 
-def test_defaults_of_a_file_that_was_not_read_are_not_guessed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_defaults_of_an_unread_file_are_not_guessed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = SHELL.replace("--config-name=ppo_trainer", "--config-name mine")
     _, comments = converted("verl", text, tmp_path / "run.sh", capsys, code=2)
     assert "  config_name=mine: what only this file sets was not read; the defaults are ppo_trainer's" in comments
@@ -131,13 +129,61 @@ python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo trainer.total_trai
 
 
 @pytest.mark.parametrize("test", ['[[ "$#" -gt 0 ]]', '[ "$#" -gt 0 ]', "[ $# -ne 0 ]"])
-def test_a_loop_over_the_script_s_arguments_leaves_the_values_above_it(
-    test: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_loop_over_arguments_leaves_values(test: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = LOOP.replace('[[ "$#" -gt 0 ]]', test)
     overrides, comments = converted("verl", text, tmp_path / "run.sh", capsys, code=2)
     assert "model.optim.lr=5e-07" in overrides
-    told = "  trainer.num_nodes: trainer.nnodes is 'TO_BE_FILLED'; expected a value such as the default, 1"
-    assert told in comments
+    assert "  trainer.num_nodes: trainer.nnodes is 'TO_BE_FILLED'; expected a value such as the default, 1" in comments
     assert any("the script has arguments of its own" in line for line in comments)
     assert not any("$1" in line for line in comments)
+
+
+_ACTOR, _OF_NEMO_RL = "actor_rollout_ref.actor", "uv run examples/run_grpo_math.py grpo.max_num_steps=90"
+_OF_TRL, _OF_OPENRLHF = "trl grpo --max_steps 9 --model_name_or_path org/m", "python3 -m openrlhf.cli.train_ppo_ray"
+START = {  # command, learning rate, upper clip range, name in the logs
+    "trl": [_OF_TRL, "--learning_rate 5e-6", "--epsilon_high 0.28", "--run_name "],
+    "verl": [ONE, f"{_ACTOR}.optim.lr=5e-6", f"{_ACTOR}.clip_ratio_high=0.28", "trainer.experiment_name="],
+    "openrlhf": [_OF_OPENRLHF, "--actor.adam.lr 5e-6", "--eps_clip_low_high 0.2 0.28", "--logger.wandb.run_name "],
+    "nemo_rl": [_OF_NEMO_RL, "policy.optimizer.kwargs.lr=5e-6", "loss_fn.ratio_clip_max=0.28", "logger.wandb.name="],
+}
+
+
+@pytest.mark.parametrize("trainer", list(START))
+@pytest.mark.parametrize("begin", ["", "\n    "])
+def test_a_variable_is_divided(begin: str, trainer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start, lr, clip, logs = START[trainer]
+    text = f'OPTS="{begin}{clip} \\\n {{lr}} \\\n {logs}$USER-$(date +%m %d)"\nX=1 {start} $OPTS'
+    overrides, _ = converted(trainer, text.format(lr=lr), tmp_path / "run.sh", capsys)
+    assert {"model.optim.lr=5e-06", f"{GRPO}.clip_high=0.28"} <= set(overrides)
+    text = text.format(lr=lr.replace("5e-6", "$(cat lr of mine)"))
+    overrides, comments = converted(trainer, text, tmp_path / "run.sh", capsys, code=2)
+    assert f"{GRPO}.clip_high=0.28" in overrides
+    assert any("optim.lr: " in line and "$(cat lr of mine) has no value here" in line for line in comments)
+
+
+@pytest.mark.parametrize("trainer", list(START))
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("{0} $OPTS", "$OPTS"),
+        ('if [ -n "$BIG" ]; then MORE="{1}"; fi\n{0} $MORE', "$MORE"),
+        ("{0} {3}x $MORE", "$MORE"),
+        ('MORE="\n {1} {3}me"\n{0} "$MORE"', "{1} {3}me"),
+    ],
+)
+def test_words_that_have_no_value_are_named(
+    text: str, shown: str, trainer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, shown = (one.format(*START[trainer]) for one in (text, shown))
+    _, comments = converted(trainer, text, tmp_path / "run.sh", capsys, code=2)
+    assert any(line.startswith(f"  {shown}: what it sets or deletes has no value") for line in comments), comments
+
+
+@pytest.mark.parametrize("trainer", list(START))
+def test_other_programs_do_not_count(trainer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = with_model(trainer, " ".join(START[trainer][:3]))
+    alone = converted(trainer, command, tmp_path / "run.sh", capsys)
+    for program in ("-m openrlhf.models.remote_rm.math_verifier", "-m judge.api", "judge/api.py"):
+        other = f"python {program} --dataset d --seed 7 --beta 1 &"
+        for text in (f"{command}\n{other}", f"{other}\n{command}"):
+            assert converted(trainer, text, tmp_path / "run.sh", capsys) == alone

@@ -36,8 +36,7 @@ train: setup
 	@$(BIN)/prorl train "run_dir=$(RUN)" $(ARGS)
 
 # One worker more than cores, because many tests wait; at most four, because engines and ranks need memory.
-# Compiled files are kept: otherwise each worker, and each command that a test starts, compiles all that it imports.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses=$(shell n=$$(nproc); echo $$((n < 4 ? n + 1 : 4)))
+PYTEST := $(BIN)/python -m pytest --numprocesses=$(shell n=$$(nproc); echo $$((n < 4 ? n + 1 : 4)))
 
 check: setup
 	@$(BIN)/ruff format --check

@@ -458,9 +458,8 @@ def test_journal_and_rollouts_fit(tmp_path: Path) -> None:
         "launcher/prepare.py",
         *(f"lifecycle/{name}.py" for name in NOTING),
     )
-    written = set(
-        re.findall(r'(?:journal\.append|Journal\(run_dir\)\.append|\.event)\(\s*"(\w+)"', "".join(map(source, files)))
-    )
+    writing = r'(?:journal\.append|Journal\(run_dir\)\.append|\.event|\._record)\(\s*"(\w+)"'
+    written = set(re.findall(writing, "".join(map(source, files))))
     assert written == {name for kind in get_args(JournalEvent) for name in get_args(kind.__annotations__["event"])}
 
     response = Response(0, [3, 4], [-1.0, -1.0], "stop", 2)

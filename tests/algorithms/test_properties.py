@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from nemo_prorl import own_functions
 from nemo_prorl.algorithms.advantages import ADVANTAGES
 from nemo_prorl.algorithms.objectives import OBJECTIVES
 from nemo_prorl.algorithms.properties import ADVANTAGE_CHECKS, ADVANTAGE_REMARKS, LOSS_CHECKS, LOSS_REMARKS, trial
@@ -206,10 +205,10 @@ def test_a_metric_that_no_run_writes_is_named(read: str, tmp_path: Path) -> None
         "reward": "did you mean reward/TASK",
         "quite unknown": "docs/reference/metrics.md has all",
     }
-    for key, meant in told.items():
-        (tmp_path / "own.py").write_text(f"def rule(history, rules):\n    {read.format(key)}\n    yield from ()\n")
-        own_functions.function_at.cache_clear()
-        [(name, sentence)] = trial("reset-rule", f"{tmp_path}/own.py:rule", ResetRulesConfig()).faults.items()
+    for number, (key, meant) in enumerate(told.items()):
+        own = tmp_path / f"own{number}.py"  # another file, because Python may keep the compiled one for a second
+        own.write_text(f"def rule(history, rules):\n    {read.format(key)}\n    yield from ()\n")
+        [(name, sentence)] = trial("reset-rule", f"{own}:rule", ResetRulesConfig()).faults.items()
         assert name == "rule_call"
         assert sentence.startswith(f"it asks for the metric {key}, which no run writes; {meant}")
 

@@ -230,6 +230,25 @@ def test_an_audit_names_the_side_that_is_off(
     assert whole.count(", trainer -") > 64  # the run has stored them
     run = tmp_path / "run"
     shutil.copytree(undisturbed, run, symlinks=True)
+    stored = StoredStep(run, 4)  # its engine had the weights of the step before
+    fresh = {n: response for n, response in enumerate(stored.responses) if response[0].version == 3}
+    nothing = {str(n): torch.zeros(0) for n in fresh}
+    temperature = stored.cfg.trainer.grpo.temperature
+    for one in exact(run / "audits" / "4" / OLDER, fresh, nothing, temperature):
+        group, k = fresh[one.number]
+        group.responses[k].logprobs[:] = one.exact.tolist()
+    batch_file(run / "batches", 4).write_bytes(encode(stored.groups))
+    monkeypatch.setattr("nemo_prorl.report.audit.train_again", lambda *_, **__: 0)  # as at the beginning
+    assert cli.main(["audit", str(run), "--step", "4", "--responses", "4"]) == 1
+    assert "off: engine: it had the weights after step 2: " in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_an_audit_of_a_changed_batch_names_all_that_is_off(
+    undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(undisturbed, run, symlinks=True)
     groups, file = read_batch(run, 3), batch_file(run / "batches", 3)
     group = next(group for group in groups if group.version == 2)
     group.responses[1].logprobs[:] = [logprob - 1.0 for logprob in group.responses[1].logprobs]
@@ -243,17 +262,6 @@ def test_an_audit_names_the_side_that_is_off(
     assert "off: trainer" not in told
     assert "off: rewards: 1 verdicts differ when the responses are judged again" in told
     assert "off: the step is not the same when it is trained again: step 3, sampling: " in told
-    stored = StoredStep(run, 4)  # its engine had the weights of the step before
-    fresh = {n: response for n, response in enumerate(stored.responses) if response[0].version == 3}
-    nothing = {str(n): torch.zeros(0) for n in fresh}
-    temperature = stored.cfg.trainer.grpo.temperature
-    for one in exact(run / "audits" / "4" / OLDER, fresh, nothing, temperature):
-        group, k = fresh[one.number]
-        group.responses[k].logprobs[:] = one.exact.tolist()
-    batch_file(run / "batches", 4).write_bytes(encode(stored.groups))
-    monkeypatch.setattr("nemo_prorl.report.audit.train_again", lambda *_, **__: 0)  # as above
-    assert cli.main(["audit", str(run), "--step", "4", "--responses", "4"]) == 1
-    assert "off: engine: it had the weights after step 2: " in capsys.readouterr().out
 
 
 def replay(run: Path, first: int, last: int, *options: str) -> int:

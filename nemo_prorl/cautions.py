@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from nemo_prorl.algorithms.reset_rules import LEAST_BASELINE, LEAST_DIFFERENCES
 from nemo_prorl.algorithms.schedule import begins_with_reset, empties, emptying, fixed_resets, rate_of_run, warmup_steps
 from nemo_prorl.config import ADVISING_RULES, RESET_RULES, ResetRulesConfig, SchedKeys, warms_up
-from nemo_prorl.data.model_folder import other_eos, unwritten_eos
+from nemo_prorl.data import model_folder
 from nemo_prorl.files import TEMPORARY
 from nemo_prorl.lifecycle.retention import newest_state, step_folder
 from nemo_prorl.rewards.functions import changed_code, code_of
@@ -88,8 +88,7 @@ def eos_caution(cfg: DictConfig) -> str | None:
     """Return that the given model may end its responses with another token than the tokenizer's eos."""
     if not (given := cfg.pretrained_checkpoint.restore_from_path):
         return None
-    unwritten = unwritten_eos(Path(given)) if _sends_messages(cfg.data) else None
-    fault = unwritten or other_eos(Path(given))
+    fault = model_folder.eos_caution(Path(given), _sends_messages(cfg.data))
     return fault and f"pretrained_checkpoint.restore_from_path={fault}"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from nemo_prorl.errors import ConfigError
 
-ARCHITECTURES = ("qwen2", "qwen3", "llama")
+ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
 _FIX = "Fix: another model, of Qwen2, Qwen2.5, Qwen3 or Llama (docs/tutorial/model.md has the keys)"
 _FIX_FILE = "Fix: the model's own config.json"
 _DTYPES = "float32", "bfloat16", "float16"
@@ -119,7 +119,7 @@ def check_computed(hf: dict[str, Any], whose: str) -> None:
 
 
 def _check_class(hf: dict[str, Any], whose: str) -> None:
-    expected = [f"{hf['model_type'].capitalize()}ForCausalLM"]
+    expected = [ARCHITECTURES[hf["model_type"]]]
     if (named := hf.get("architectures") or expected) != expected:
         why = f"model_type={hf['model_type']} has {json.dumps(expected)}; engines load what this key names. {_FIX_FILE}"
         raise ConfigError(f"{whose}: architectures={json.dumps(named)}: {why}")

@@ -257,6 +257,11 @@ def unwritten_eos(folder: Path) -> str | None:
     )
 
 
+def eos_caution(folder: Path, messages: bool) -> str | None:
+    """Return that a model may end its responses with another token than eos.  `messages`: it gets messages."""
+    return (unwritten_eos(folder) if messages else None) or other_eos(folder)
+
+
 def chat_template(folder: Path) -> str | None:
     """Return a folder's chat template: chat_template.jinja, or the key `chat_template` of tokenizer_config.json."""
     try:

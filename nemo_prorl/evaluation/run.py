@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 from nemo_prorl import settings
 from nemo_prorl.checks import check_heads
 from nemo_prorl.data.hub import model_folder
-from nemo_prorl.data.model_folder import other_eos, unwritten_eos
+from nemo_prorl.data.model_folder import eos_caution
 from nemo_prorl.errors import ConfigError, DataError, ProrlError, StoppedCleanly
 from nemo_prorl.evaluation import models
 from nemo_prorl.evaluation.catalogue import Benchmark, catalogue, check_files, load_records
@@ -237,7 +237,7 @@ def _tell_other_eos(cfg: DictConfig, model: Model, records: Sequence[Mapping[str
         return
     form = cfg.data.prompt
     messages = form == "chat" or (form == "as_written" and any(isinstance(one["prompt"], list) for one in records))
-    if fault := (unwritten_eos(model.folder) if messages else None) or other_eos(model.folder):
+    if fault := eos_caution(model.folder, messages):
         _log.warning("%s", fault)
 
 

@@ -368,7 +368,8 @@ def _scale_clip(made: Converted, tables: Mapping[str, Any]) -> None:
     context, clip, (name, tokens) = made.overrides.get(our.CONTEXT), made.overrides.get(our.CLIP), made.divisor
     if not name or not clip or our.CLIP in made.unknown:
         return
-    text = f"{key}={clip} * {tokens} / {our.CONTEXT}: the loss, with its KL term, is divided by {name} there, by"
+    number = tokens or "what divides a response there"
+    text = f"{key}={clip} * {number} / {our.CONTEXT}: the loss, with its KL term, is divided by {name} there, by"
     text += " the context here; Adam hides the factor, but the clipping does not"
     if all(isinstance(one, int | float) for one in (clip, tokens, context)):
         made.overrides[our.CLIP] = float(f"{clip * tokens / context:.6g}")

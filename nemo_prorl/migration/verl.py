@@ -39,11 +39,9 @@ def verl(made: Converted) -> None:
     in_loss = made.rest.get(f"{_ACTOR}.use_kl_loss")
     _kl(made)
     terms = our.KL if in_loss else our.ENTROPY, our.ENTROPY
-    divisor, size = _loss(made, [key for key in dict.fromkeys(terms) if made.overrides.get(key)])
+    _loss(made, [key for key in dict.fromkeys(terms) if made.overrides.get(key)])
     _program(made)
     _engine_lengths(made)
-    if divisor is not None:
-        _scale_clip(made, divisor, size)
     prompts, group = take(f"{_ACTOR}.ppo_mini_batch_size"), made.overrides.get(our.GROUP)
     if None not in (prompts, group) and made.overrides.get(our.PROMPTS) != 0:
         is_mixed = made.rest.get("trainer.balance_batch", True)
@@ -127,15 +125,8 @@ def _advantage(made: Converted) -> None:
         made.differs.append(f"algorithm.adv_estimator={kind} without a std: {text}")
 
 
-def _loss(made: Converted, terms: list[str]) -> tuple[Any, Any]:
-    """Set the loss and its mean.
-
-    Args:
-        terms: the coefficients of what `loss_agg_mode` averages beside the surrogate.
-
-    Returns:
-        For a sum over responses, what divides it there, and how many responses it has; None where it is not known.
-    """
+def _loss(made: Converted, terms: list[str]) -> None:
+    """Set the loss and its mean.  `terms`: the coefficients of what `loss_agg_mode` averages beside the surrogate."""
     is_global = made.rest.get("trainer.use_legacy_worker_impl") == "disable"
     kind, mode = made.take(f"{_ACTOR}.policy_loss.loss_mode"), made.take(f"{_ACTOR}.loss_agg_mode")
     losses = {"vanilla": "clip", "gspo": "gspo", "cispo": "cispo"}
@@ -159,10 +150,6 @@ def _loss(made: Converted, terms: list[str]) -> tuple[Any, Any]:
         made.tell_unused({f"{_ACTOR}.loss_scale_factor": factor}, f"without {need}")
         factor = None
     if mode == "seq-mean-token-sum-norm":
-        made.differs.append(
-            f"loss_agg_mode={mode}: the loss is divided by {factor or 'data.max_response_length'} there, by"
-            f" {our.CONTEXT} here; Adam hides the factor, which the KL term has, too, from all but gradient clipping"
-        )
         size = made.overrides.get("model.micro_batch_size", "ppo_micro_batch_size_per_gpu")
         varies = made.rest.get(f"{_ACTOR}.use_dynamic_bsz")
         number = "a response's is their number, which use_dynamic_bsz changes" if varies else f"their number, {size}"
@@ -171,21 +158,9 @@ def _loss(made: Converted, terms: list[str]) -> tuple[Any, Any]:
             f"loss_agg_mode={mode}: the responses of a{'n' * is_global} {batch} are added there, not averaged, so the"
             f" loss with its KL term has one more factor: {number}"
         )
-        return factor or made.overrides.get(our.RESPONSE, 0), None if is_global or varies else size
-    return None, None
-
-
-def _scale_clip(made: Converted, divisor: Any, size: Any) -> None:
-    """Set the bound of the gradients of a loss that is `size` / `divisor` there, 1 / context here, of each response."""
-    key, lengths = "trainer.gradient_clip_val", [made.overrides.get(one, 0) or 0 for one in (our.PROMPT, our.RESPONSE)]
-    context = made.overrides.get(our.CONTEXT) or (all(lengths) and sum(lengths))  # as `rules._lengths`
-    if not (clip := made.overrides.get(key)):
-        return
-    if all(isinstance(one, int) and one > 0 for one in (divisor, size, context)):
-        made.overrides[key] = clip * divisor / (size * context)
-        made.differs.append(f"{key}: {clip:g} there; {clip:g} * {divisor} / ({size} * {context}) bounds the same here")
-    else:
-        made.unknown[key] = f"{clip:g} there, of gradients whose scale is not known: {our.AGGREGATION}=constant"
+        length, added = factor or made.overrides.get(our.RESPONSE), None if is_global or varies else size
+        tokens = length / added if isinstance(length, int) and isinstance(added, int) else None
+        made.divisor = str(factor or "data.max_response_length"), tokens
 
 
 def _mean_of_micro_batches(made: Converted) -> str:

@@ -165,7 +165,7 @@ def test_what_only_one_of_several_values_says_is_not_known(tmp_path: Path, capsy
             "verl",
             "VERL actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm"
             " actor_rollout_ref.actor.loss_scale_factor=4 trainer.use_legacy_worker_impl=disable",
-            "the loss is divided by 4 there",
+            "with its KL term, is divided by 4 there",
         ),
         (
             "verl",

@@ -116,8 +116,6 @@ class Ledger:
             judged: the same groups, with the tokens of all responses.
             outcomes: prompt id and outcome of each group that the step decided on.
         """
-        if self.batches is not None:
-            self.batches.store(step, groups)
         rows = judged.rows
         token_N, logp_M = torch.from_numpy(rows.token_N), torch.from_numpy(rows.logp_M)
         length_B, prompt_B, response_B = (torch.from_numpy(n) for n in (rows.length_B, rows.prompt_B, rows.response_B))
@@ -134,6 +132,8 @@ class Ledger:
             "engine_logp": _hex(ragged_digests(logp_M, response_B).tolist()),
             "verdicts": _hex(text_digest(_without_text(v)) for g in groups for v in g.verdicts),
         }
+        if self.batches is not None:  # at the end, because its thread takes the interpreter from what is above
+            self.batches.store(step, groups)
 
     @_timed
     def responses(self, numbers_B: Tensor, **values: Tensor) -> None:

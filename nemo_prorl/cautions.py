@@ -104,7 +104,7 @@ def _sends_messages(data: Any) -> bool:
 
 
 def _changed_functions(cfg: DictConfig, state: dict[str, Any]) -> Iterator[str]:
-    """Find functions of the user whose code has changed since the checkpoint with this state; {}: there is none."""
+    """Find functions of the user that changed since the checkpoint of this state; an empty state finds none."""
     for file in changed_code(state.get("functions", {}), code_of(cfg)) if state else ():
         saved = step_folder(Path(cfg.run_dir) / "checkpoints", state["step"])
         yield (

@@ -5,10 +5,8 @@ checks read the files that the configuration names, and import OmegaConf and the
 """
 
 import difflib
-import functools
 import math
 import operator
-import re
 import shlex
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +22,7 @@ from nemo_prorl.data.hf_config import model_keys, read_config
 from nemo_prorl.data.model_folder import missing_weights, no_config
 from nemo_prorl.data.prepared import GENERATORS, reasoning_gym_names
 from nemo_prorl.errors import ConfigError
+from nemo_prorl.nemo_keys import check_model_keys
 from nemo_prorl.own_functions import check_place, is_place
 from nemo_prorl.rollout.engine.vllm_internals import CPU_HEAD_SIZES
 from nemo_prorl.sizing.devices import devices_words, node_devices
@@ -46,7 +45,7 @@ def check(cfg: DictConfig, stages: Callable[[], Sequence[DictConfig]] = tuple) -
         _ranges,
         _pairs,
         _schedule,
-        _model_keys,
+        check_model_keys,
         _model_shape,
         _layout,
         _kernels,
@@ -191,74 +190,6 @@ def _divides(cfg: DictConfig, divisor_key: str, key: str, fix: str | None = None
             f"{divisor_key}={divisor} does not divide {key}={value} ({value} / {divisor} = {value / divisor:g});"
             f" possible{' here' if also else ''}: {', '.join(str(d) for d in possible if d <= 64)}. Fix: {fix}"
         )
-
-
-# What reads NeMo's section `model`, below the folders of these packages.
-_READERS = {
-    "nemo": (
-        "collections/nlp/models/language_modeling/megatron_base_model.py",
-        "collections/nlp/models/language_modeling/megatron_gpt_model.py",
-        "collections/nlp/models/nlp_model.py",
-        "collections/nlp/parts/megatron_trainer_builder.py",
-        "core/classes/modelPT.py",
-    ),
-    "megatron": ("core/transformer/transformer_config.py", "core/model_parallel_config.py"),
-}
-_READ = re.compile(r"(?m)(?:cfg|optim|optim_config)\.get\(\s*[\"'](\w+)|cfg\.(?=(?:model\.)?(\w+))|^    (\w+): ")
-_ADAPTER = re.compile(r"lora|peft|adapter", re.IGNORECASE)
-# Keys that NeMo reads, and that the run sets from another key.
-_SET = {
-    "precision": "trainer.precision",
-    "seed": "seed",
-    "global_batch_size": "trainer.grpo.prompts_per_step",
-    "tokenizer": "pretrained_checkpoint.restore_from_path",
-    "data": "data.train",
-    "override_vocab_size": "pretrained_checkpoint.restore_from_path",
-}
-
-
-def adapter_fault(key: str) -> str | None:
-    """Return that LoRA and other adapters are not supported, if a key asks for one."""
-    cure = "Fix: leave the key out; if memory is short, more GPUs or a smaller model"
-    return f"adapters such as LoRA are not supported; all weights are trained. {cure}" if _ADAPTER.search(key) else None
-
-
-@functools.lru_cache
-def _read_by_nemo() -> frozenset[str]:
-    """Return the names of the keys that NeMo and Megatron read, from their code; empty if they are not installed."""
-    found: set[str] = set()
-    for package, files in _READERS.items():
-        spec = find_spec(package)  # of a package without a parent, which would be imported
-        if spec is None or not spec.submodule_search_locations:
-            return frozenset()
-        for file in files:
-            code = Path(spec.submodule_search_locations[0], file).read_text()
-            found |= {name for match in _READ.findall(code) for name in match}
-    return frozenset(found)
-
-
-def is_read(key: str) -> bool:
-    """Return whether NeMo or this project reads a key: true for other sections than `model`, or where it is unknown."""
-    section, *_, last = key.split(".")
-    return section != "model" or not (read := _read_by_nemo()) or last in read | _own_model_keys()
-
-
-def _own_model_keys() -> set[str]:
-    return {part for key in all_keys() if key.name.startswith("model.") for part in key.name.split(".")}
-
-
-def _model_keys(cfg: DictConfig) -> Iterator[Fault]:
-    """Check that each key of `model` and `model.optim` is read by NeMo or by this project."""
-    for name in [*cfg.model, *(f"optim.{name}" for name in cfg.model.optim)]:
-        key, last = f"model.{name}", name.rpartition(".")[2]
-        if fault := adapter_fault(key):
-            yield key, fault
-        if name in _SET:
-            yield key, f"the run sets it. Fix: {_SET[name]} instead"
-        if not is_read(key):
-            near = difflib.get_close_matches(last, _read_by_nemo() | _own_model_keys(), n=1, cutoff=0.75)
-            cure = f"{key.removesuffix(last)}{near[0]} instead" if near else "leave it out"
-            yield key, f"neither NeMo nor this project reads this key. Fix: {cure}"
 
 
 def _model_shape(cfg: DictConfig) -> Iterator[Fault]:

@@ -30,15 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nemo_prorl import own_functions
 from nemo_prorl.cautions import cautions
-from nemo_prorl.checks import (
-    adapter_fault,
-    check,
-    check_heads,
-    check_shape,
-    is_read,
-    pretrained_config,
-    pretrained_name,
-)
+from nemo_prorl.checks import check, check_heads, check_shape, pretrained_config, pretrained_name
 from nemo_prorl.config import MISSING, Config, all_keys
 from nemo_prorl.config_changes import check_same_run, leaves
 from nemo_prorl.data.hf_config import model_keys
@@ -47,6 +39,7 @@ from nemo_prorl.data.prepared import check_data
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.files import first_line
 from nemo_prorl.migration.names import meant
+from nemo_prorl.nemo_keys import adapter_fault, is_read
 from nemo_prorl.rewards.functions import absolute
 from nemo_prorl.sizing.memory import is_small
 from nemo_prorl.value_types import cure, did_you_mean, kind_words, same_kind, shown, type_message

@@ -8,7 +8,8 @@ from contextlib import suppress
 from operator import floordiv, mod, truediv
 from typing import Any
 
-from nemo_prorl.migration.shell import OF_WHOLE, Expression
+from nemo_prorl.migration.expansion import OF_WHOLE
+from nemo_prorl.migration.shell import Expression
 
 ARITHMETIC = OF_WHOLE | {ast.Div: truediv, ast.FloorDiv: floordiv, ast.Mod: mod, ast.Pow: pow}
 _FUNCTIONS: dict[str, Callable[..., Any]] = {

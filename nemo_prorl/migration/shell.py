@@ -1,19 +1,17 @@
 """Reads the settings of a shell script: it evaluates what follows from the script itself, and runs nothing."""
 
-import ast
 import fnmatch
 import operator
 import os
 import re
-import shlex
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import yaml
 
-# Marks what cannot be evaluated; the text behind the mark is the script's.
-_UNKNOWN = "\ue000"
-_BLANK, _LIST = "\ue001", "\ue002"  # a blank in that text; before the mark of a variable that may have several words
+from nemo_prorl.migration.expansion import BLANK, UNKNOWN, closing, dollar, words_of
+
+_LIST = "\ue002"  # before the mark of a variable that may have several words
 UNREAD = "?"  # begins the key of something that was not read; the value says what the user should do
 _WORDS = "what it sets or deletes has no value here, and may be any number here: write its words in its place"
 _ARGUMENTS = re.compile(r'"\$([@*]|\{[@*][^}"]*\})"')  # of the script itself, in quotation marks
@@ -22,14 +20,10 @@ PASSED_ON = "passed_on"  # key of the arguments of the script itself, which only
 _PASSED_ON = f" --{PASSED_ON} "
 _COMMENT = re.compile(r"^\s*#.*\n", re.M)
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.S)
-_ASSIGNED = re.compile(r"\s*((export|declare|local|readonly)\s+)?(-\w+\s+)*[A-Za-z_]\w*\+?=")
 _ARRAY = re.compile(r"\s*([A-Za-z_]\w*)(\+?)=(?=\()")
 _SETS = re.compile(r"(^|\s+)(--[A-Za-z]|[+~]*[A-Za-z][\w.@/-]*=)")  # in a text with words of a command
-_OF_UNKNOWN = re.compile(rf"{_UNKNOWN}\$(\w+|[{{(].*[)}}])")
+_OF_UNKNOWN = re.compile(rf"{UNKNOWN}\$(\w+|[{{(].*[)}}])")
 _OVERRIDE = re.compile(r"\+*([A-Za-z_]\w*\.[\w.@/-]+)=(.*)", re.S)
-_ALL_ITEMS = re.compile(r'"?\$\{(\w+)\[[@*]\]\}"?')
-_NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
-_PARAMETER = re.compile(r"(\w+)(?:(:?[-=+])(.*))?", re.S)
 _HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
 _PYTHON, _FILE = re.compile(r"(^|/)python[\d.]*$"), re.compile(r"\.py$")
 _NESTED = re.compile(r"(^|[\s/])(python[\d.]*|\S+\.py|openrlhf\S*|trl)\s")  # a command in quotation marks
@@ -49,9 +43,6 @@ _TEST = re.compile(r"\s*(!\s*)?(\[|test\b|\(\(|grep\b|command\b|which\b)")
 _CASE, _PATTERN = re.compile(r"\s*case\s(.*?)\sin\b", re.S), re.compile(r"\s*\(?([^()]*)\)")
 _COMPARE: dict[str, Callable[[int, int], bool]]
 _COMPARE = {f"-{name}": getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
-OF_WHOLE: dict[type[ast.operator], Callable[[Any, Any], Any]]
-OF_WHOLE = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
-OF_WHOLE |= {ast.Div: lambda a, b: int(a / b), ast.Mod: lambda a, b: a - b * int(a / b)}  # as bash divides
 
 
 class Expression(str):
@@ -103,7 +94,7 @@ def _outcome(words: list[str]) -> bool | None:
     if words[:1] == ["!"]:
         found = _outcome(words[1:])
         return None if found is None else not found
-    if any(_UNKNOWN in word for word in words):
+    if any(UNKNOWN in word for word in words):
         return None
     if words in (["true"], ["false"]):
         return words == ["true"]
@@ -193,7 +184,7 @@ class Script:
             for word in words:
                 name, added, value = _ASSIGNMENT.match(word).groups()  # type: ignore[union-attr]
                 value = self._known.get(name, "") + value if added else value
-                mark = _LIST * bool(_SETS.search(f"{self._known.get(name)} {value}")) + f"{_UNKNOWN}${name}"
+                mark = _LIST * bool(_SETS.search(f"{self._known.get(name)} {value}")) + f"{UNKNOWN}${name}"
                 self._known[name] = value if is_certain or self._known.get(name) == value else mark
             return
         words, document = self._redirected(words)
@@ -312,8 +303,8 @@ def _document(text: str, known: dict[str, str]) -> str:
         if text[at] == "\\" and text[at + 1 : at + 2] in ("$", "`", "\\", "\n"):
             done, at = done + text[at + 1].strip("\n"), at + 2
         elif text[at] in "$`":
-            value, end = _dollar(text, at, known)
-            done, at = done + (f"{_UNKNOWN}{text[at:end]}" if value is None else value), end
+            value, end = dollar(text, at, known)
+            done, at = done + (f"{UNKNOWN}{text[at:end]}" if value is None else value), end
         else:
             done, at = done + text[at], at + 1
     return done
@@ -344,13 +335,13 @@ def _command(words: list[str], document: str | None) -> Command | None:
 def _commands(text: str, known: dict[str, str], arrays: dict[str, list[str]], is_certain: bool) -> list[list[str]]:
     """Return the words of each command of a line; raises ValueError for an open quotation or bracket."""
     if match := _ARRAY.match(text):
-        end = _closing(text, match.end())
-        words = _words(text[match.end() + 1 : end - 1], known, arrays)
+        end = closing(text, match.end())
+        words = words_of(text[match.end() + 1 : end - 1], known, arrays)
         words = words if is_certain else _doubtful(words)
         arrays[match[1]] = [*arrays.get(match[1], []), *words] if match[2] else words
         return []
     commands: list[list[str]] = [[]]
-    for word in _words(text, known, arrays, punctuation=";&|"):
+    for word in words_of(text, known, arrays, punctuation=";&|"):
         if word and set(word) <= set(";&|"):
             commands.append([])
         else:
@@ -364,19 +355,12 @@ def _doubtful(words: list[str]) -> list[str]:
     for word, following in zip(words, [*words[1:], "--"], strict=True):
         name, equals, value = word.partition("=")
         if equals:
-            found.append(f"{name}={_UNKNOWN}{value}")
+            found.append(f"{name}={UNKNOWN}{value}")
         elif word.startswith("--"):
-            found.append(f"{word}={_UNKNOWN}true" if following.startswith("--") else word)
+            found.append(f"{word}={UNKNOWN}true" if following.startswith("--") else word)
         else:
-            found.append(f"{_UNKNOWN}{word}")
+            found.append(f"{UNKNOWN}{word}")
     return found
-
-
-def _words(text: str, known: dict[str, str], arrays: dict[str, list[str]], punctuation: str = "") -> list[str]:
-    text = _ALL_ITEMS.sub(lambda match: " ".join(map(shlex.quote, arrays.get(match[1], []))), text)
-    lexer = shlex.shlex(_expand(text, known), posix=True, punctuation_chars=punctuation or False)
-    lexer.whitespace_split = True
-    return list(lexer)
 
 
 def _of_words(words: list[str]) -> Iterator[tuple[str, Any]]:
@@ -401,12 +385,12 @@ def _of_words(words: list[str]) -> Iterator[tuple[str, Any]]:
             yield override[1], _value(override[2])
         elif match := _ASSIGNMENT.fullmatch(word):  # a group of Hydra, such as model_engine=megatron
             yield match[1], _value(match[3])
-        elif word.startswith("--") and _UNKNOWN not in word.partition("=")[0]:
+        elif word.startswith("--") and UNKNOWN not in word.partition("=")[0]:
             name, equals, value = word[2:].partition("=")
             flag = None if equals else name.replace("-", "_")
             if equals:
                 yield name.replace("-", "_"), _value(value)
-        elif word.startswith("~") or (_UNKNOWN in word and not re.match("-[^-]", word)) or _SETS.search(word):
+        elif word.startswith("~") or (UNKNOWN in word and not re.match("-[^-]", word)) or _SETS.search(word):
             yield f"{UNREAD}{without_marks(word)}", _WORDS
 
 
@@ -414,102 +398,14 @@ def without_marks(value: Any) -> Any:
     """Return a value that a shell wrote into a file; what the shell computes is an `Expression`."""
     if isinstance(value, list):
         return [without_marks(item) for item in value]
-    has_mark = isinstance(value, str) and _UNKNOWN in value
-    return Expression(re.sub(f"[{_UNKNOWN}{_LIST}]", "", value).replace(_BLANK, " ")) if has_mark else value
+    has_mark = isinstance(value, str) and UNKNOWN in value
+    return Expression(re.sub(f"[{UNKNOWN}{_LIST}]", "", value).replace(BLANK, " ")) if has_mark else value
 
 
 def _value(word: str) -> Any:
-    if _UNKNOWN in word:
+    if UNKNOWN in word:
         return without_marks(word)
     try:
         return yaml.safe_load(word)
     except yaml.YAMLError:
         return word
-
-
-def _expand(text: str, known: dict[str, str]) -> str:
-    """Return the text with its `$` expressions replaced, escaped so that `shlex` reads each as plain text."""
-    done, at, quoted, is_assigned = "", 0, False, _ASSIGNED.match(text) is not None  # else blanks of a value count
-    while at < len(text):
-        char, end = text[at], at + 1
-        if char == "\\":
-            end += 1
-        elif char == "'" and not quoted:
-            end = text.index("'", at + 1) + 1
-        elif char == "#" and not quoted and (at == 0 or text[at - 1].isspace()):
-            at = text.find("\n", at) % (len(text) + 1)  # -1, no further line, becomes the end
-            continue
-        elif char == '"':
-            quoted = not quoted
-        elif not quoted and (char.isspace() or char in ";&|"):
-            is_assigned = (is_assigned or char in ";&|") and _ASSIGNED.match(text, at + (char in ";&|")) is not None
-        elif char in "$`":
-            value, end = _dollar(text, at, known)
-            escaped = r'([\\"])' if quoted else r"(\W)" if is_assigned else r"([^\w\s])"
-            unknown = _UNKNOWN + re.sub(r"\s+", _BLANK, text[at:end])
-            done, at = done + re.sub(escaped, r"\\\1", unknown if value is None else value), end
-            continue
-        done, at = done + text[at:end], end
-    return done
-
-
-def _dollar(text: str, at: int, known: dict[str, str]) -> tuple[str | None, int]:
-    """Return the value of the expression that begins at `at`, None if unknown, and the position behind it."""
-    if text[at] == "`":
-        return None, text.index("`", at + 1) + 1
-    if text[at + 1 : at + 2] in ("{", "("):
-        end = _closing(text, at + 1)
-        inner = text[at + 2 : end - 1]
-        if text[at + 1] == "{":
-            return _parameter(inner, known), end
-        is_sum = inner[:1] == "(" and inner[-1:] == ")"
-        return _sum(inner[1:-1], known) if is_sum else None, end
-    match = _NAME.match(text, at + 1)
-    return (known.get(match[0]), match.end()) if match else ("$", at + 1)
-
-
-def _closing(text: str, at: int) -> int:
-    """Return the position behind the bracket that closes the one at `at`; raises ValueError if none does."""
-    depth, opening = 0, text[at]
-    closing = {"(": ")", "{": "}"}[opening]
-    for place in range(at, len(text)):
-        depth += (text[place] == opening) - (text[place] == closing)
-        if depth == 0:
-            return place + 1
-    raise ValueError(f"no closing {closing}")
-
-
-def _parameter(inner: str, known: dict[str, str]) -> str | None:
-    """Return the value of `${inner}`; None for a variable that is not set, and for forms such as `${NAME%.*}`."""
-    match = _PARAMETER.fullmatch(inner)
-    if not match:
-        return None
-    name, operation, word = match.groups()
-    value = known.get(name)
-    is_set = value is not None and (value != "" or ":" not in (operation or ""))
-    if operation is None or (is_set and "+" not in operation):
-        return value
-    if not is_set and "+" in operation:
-        return ""
-    return " ".join(_words(word, known, {}))
-
-
-def _sum(text: str, known: dict[str, str]) -> str | None:
-    """Return the value of `$((text))`, None if it does not follow from whole numbers."""
-
-    def value(node: ast.expr) -> int:
-        match node:
-            case ast.Constant(int(number)):
-                return number
-            case ast.Name(name):
-                return int(known[name])
-            case ast.UnaryOp(ast.USub(), operand):
-                return -value(operand)
-            case ast.BinOp(left, operation, right) if type(operation) in OF_WHOLE:
-                return OF_WHOLE[type(operation)](value(left), value(right))
-        raise ValueError
-
-    try:
-        return str(value(ast.parse(_expand(text, known).strip(), mode="eval").body))
-    except (SyntaxError, ValueError, KeyError, ZeroDivisionError):
-        return None

@@ -93,11 +93,13 @@ class Source:
     recorded: str = ""  # date and commit of the measurement
 
 
+@functools.cache
 def value(text: str) -> float:
     """Return a number as a float; a version such as 3.3.1 is not a number."""
     return math.nan if text.count(".") > 1 else float(re.sub("[,_]", "", text).replace("\u2212", "-"))
 
 
+@functools.cache
 def half(text: str) -> float:
     """Return half a unit of a number's last place: how far its source may lie from it."""
     digits, _, power = text.partition("e")
@@ -157,8 +159,13 @@ def _made(page: str, raw: str) -> dict[int, str]:
     return made
 
 
-def numbers(page: str) -> Iterator[Number]:
-    """Yield the numbers of a page, in order."""
+@functools.cache
+def numbers(page: str) -> tuple[Number, ...]:
+    """Return the numbers of a page, in order."""
+    return tuple(_numbers(page))
+
+
+def _numbers(page: str) -> Iterator[Number]:
     raw = (ROOT / page).read_text()
     shown, plain = _shown(raw)
     made, lead = _made(page, raw), ""
@@ -400,6 +407,7 @@ def from_names(number: Number) -> Source | None:
     return Source("the paper") if named else None
 
 
+@functools.cache
 def source(number: Number) -> Source | None:
     """Return where a number comes from."""
     if number.made:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), *map(str, (ROOT / "reward_plugins").iterdir())]
+sys.path[:0] = [str(ROOT), str(ROOT / "packages" / "prorl-sandbox"), *map(str, (ROOT / "reward_plugins").iterdir())]
 
 from nemo_prorl.rewards.interface import RewardRequest, judge  # noqa: E402
 

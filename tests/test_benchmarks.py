@@ -46,3 +46,16 @@ def test_the_gpu_cluster_s_configurations_go_through_on_cpu_ranks(tmp_path: Path
     """Import, engine, steps, kill, resume, next stage, export; Transformer Engine is a stand-in."""
     told = run("te_rehearsal.py", "--out", str(tmp_path / "rehearsal"), seconds=1500)
     assert told.count("the exported weights are run2's last, by sha256: True") == 2
+
+
+def test_trl_s_side_needs_nothing_of_this_project_installed() -> None:
+    code = """if True:
+        import sys
+        sys.meta_path = [finder for finder in sys.meta_path if "__editable__" not in repr(finder)]
+        sys.path[:] = [folder for folder in sys.path if folder != sys.argv[1]]
+        import versus_trl_trainer
+        versus_trl_trainer.plugin_named("puzzles")"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(FOLDER.parent)], cwd=FOLDER, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]

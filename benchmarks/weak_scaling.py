@@ -101,7 +101,7 @@ def trainer_of(cfg: Any, policy: Any, store: Any, groups: list[Any]) -> Any:
 
     leader = Leader(cfg.trainer.deadlines, policy.data_ranks.rank)
     rollouts: Any = MadeUpRollouts(cfg, policy, store, leader.only(lambda: groups))
-    resets: Any = SimpleNamespace(check_reference=lambda step, gap: None, steps=[], emptied=[])
+    resets: Any = SimpleNamespace(check_reference=lambda step, gap: None, steps=[], of_optimizer=[])
     records: Any = SimpleNamespace(alarm=lambda step, what: None)
     speed: Any = SimpleNamespace(metrics=lambda tokens, squares, seconds: {})
     none: Any = None

@@ -67,7 +67,7 @@ class Driver:
         self.run_dir, self.needs = self.submission.run_dir, self.submission.needs
         self.launches = Launches(self.run_dir, self.job)
         self.stop_reason: str | None = None  # why the run has to stop; None: it does not
-        self.ended = False  # SIGTERM was received: Slurm ends the job
+        self.terminated = False  # SIGTERM was received: Slurm ends the job
         self.removed = False  # whether the container has been removed
         self.reported = False  # node 0 reported how the newest attempt ended, and called on_event
         self.step: Step | None = None
@@ -90,13 +90,13 @@ class Driver:
             return self.submission.check_records()
         self.submission.check_allocation()
         while True:
-            if self.ended or not self.is_ours():
+            if self.terminated or not self.is_ours():
                 return STOPPED
             if self.stop_reason is not None:
                 return self.requeue(STOPPED)
             own, every = self.launches.fruitless()
             if own >= self.needs["attempts"] or every >= _ALL_ATTEMPTS * self.needs["attempts"]:
-                return self.give_up(every)
+                return self.end_without_checkpoint(every)
             attempt = self.launches.begin()
             action, code, end = self.decide(self.attempt(attempt))
             next_ = "requeue" if action == "leave_out" else action
@@ -126,7 +126,7 @@ class Driver:
         """Read the job's requirements from the configuration.  Exit if the configuration is wrong."""
         for tries_left in reversed(range(_NEEDS_TRIES)):
             done = self.submission.run_allocation()
-            if done.returncode in (0, *_WRONG, _UNFIT) or self.ended or not tries_left:
+            if done.returncode in (0, *_WRONG, _UNFIT) or self.terminated or not tries_left:
                 break
             say(
                 f"{shlex.join(done.args)} ended with exit code {done.returncode}; trying again in {_NEEDS_PAUSE_S:g} s"
@@ -143,13 +143,13 @@ class Driver:
         self.stop_run(self.stop_reason)
 
     def on_term(self, *_: Any) -> None:
-        self.ended = True
+        self.terminated = True
         self.stop_run("SIGTERM: Slurm is ending the job")
 
     def remove_container(self) -> None:
         """Remove the container of this start from its nodes, once.  pyxis does not remove it unless so configured."""
         made = self.submission.args.container_image and self.job.id and not self.submission.args.dry_run
-        if made and not self.ended and not self.removed:
+        if made and not self.terminated and not self.removed:
             self.removed = True
             if not self.job.remove_container():
                 name = f"pyxis_{self.job.container}"
@@ -166,7 +166,7 @@ class Driver:
         log, env = self.run_dir / "logs" / "all.log", self.submission.environment()
         leader = node_file(self.run_dir / "endpoints", 0, self.submission.attempt_id(number))
         self.step = step = Step(self._command(number), env, self.needs["num_nodes"], log, leader)
-        if self.stop_reason is not None or self.ended:  # a signal arrived before self.step was set
+        if self.stop_reason is not None or self.terminated:  # a signal arrived before self.step was set
             step.stop()
         kill_reason = self._watch(step)
         self.step, self.reported = None, step.end() is not None
@@ -221,13 +221,13 @@ class Driver:
         if end.code == 0:
             return "done", 0, end
         action, code, end = self._next(end)
-        if self.ended:  # SIGTERM arrived during the queries to Slurm: Slurm ends the job
+        if self.terminated:  # SIGTERM arrived during the queries to Slurm: Slurm ends the job
             return "give_up", STOPPED if end.code == STOPPED else 1, end
         return action, code, end
 
     def _next(self, end: End) -> tuple[str, int, End]:
         code, state = end.code, self.job.state()
-        if self.ended or (state is not None and not (state.ours and state.running)):
+        if self.terminated or (state is not None and not (state.ours and state.running)):
             return "give_up", STOPPED if code == STOPPED else 1, end
         if self.stop_reason is not None:
             return "requeue", STOPPED, end
@@ -262,7 +262,7 @@ class Driver:
 
     def unresponsive_node(self) -> str:
         """Return the first node of the job that cannot start a program; an empty string if all nodes can."""
-        return next((host for host in self.job.nodes if not self.ended and not self.job.starts(host)), "")
+        return next((host for host in self.job.nodes if not self.terminated and not self.job.starts(host)), "")
 
     def blamed(self, host: str) -> bool:
         """Return whether `host`, the node that made this attempt fail, seems to be broken.
@@ -277,10 +277,10 @@ class Driver:
     def wait(self, seconds: float) -> None:
         """Sleep for `seconds`, or until a signal requests the end of the job."""
         end = time.monotonic() + seconds
-        while time.monotonic() < end and not self.ended and self.stop_reason is None:
+        while time.monotonic() < end and not self.terminated and self.stop_reason is None:
             time.sleep(0.2)
 
-    def give_up(self, attempts: int) -> int:
+    def end_without_checkpoint(self, attempts: int) -> int:
         last = self.launches.last_end()
         cause = f"; cause of the last failure: {last['what']}" if last else ""
         at = f"after step {step}" if (step := self.launches.step()) >= 0 else "at all"
@@ -299,11 +299,11 @@ class Driver:
         """
         self.remove_container()
         end = self.job.end() or time.time() + _REQUEUED_S
-        while not self.ended and self.is_ours():
+        while not self.terminated and self.is_ours():
             if self.job.requeue(without):
                 say(f"job {self.job.id} requeued{f' without node {without}' if without else ''}")
                 ended_by = time.monotonic() + _REQUEUED_S
-                while time.monotonic() < ended_by and not self.ended:
+                while time.monotonic() < ended_by and not self.terminated:
                     time.sleep(0.2)
                 break
             if time.time() + _REQUEUE_EVERY_S > end:

@@ -16,7 +16,14 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl.algorithms.reset_rules import LEAST_BASELINE, LEAST_DIFFERENCES
-from nemo_prorl.algorithms.schedule import begins_with_reset, empties, emptying, fixed_resets, rate_of_run, warmup_steps
+from nemo_prorl.algorithms.schedule import (
+    begins_with_reset,
+    fixed_resets,
+    optimizer_resets,
+    rate_of_run,
+    resets_optimizer,
+    warmup_steps,
+)
 from nemo_prorl.config import ADVISING_RULES, RESET_RULES, ResetRulesConfig, SchedKeys, warms_up
 from nemo_prorl.data import model_folder
 from nemo_prorl.files import TEMPORARY
@@ -156,7 +163,7 @@ def _useless_resets(cfg: DictConfig, made: int, done: list[int]) -> Iterator[str
     begins = begins_with_reset(cfg)
     fix = "only `prorl control RUN reset` would make one. Fix: trainer.resets.at_steps or every"
     warmup = f"trainer.resets.lr_warmup_steps={resets.lr_warmup_steps}: no effect, because"
-    if resets.lr_warmup_steps and not empties(resets, resets.roll_back):
+    if resets.lr_warmup_steps and not resets_optimizer(resets, resets.roll_back):
         leaves = f"trainer.resets.parts={resets.parts} leaves the optimizer as it is"
         yield f"{warmup} {leaves}. Fix: trainer.resets.parts=both"
     elif resets.lr_warmup_steps and not (planned or begins):
@@ -245,7 +252,7 @@ def _long_rises(cfg: DictConfig, made: int) -> Iterator[str]:
     key, rise = _rises(cfg)[True]
     if (
         resets.mode in ("auto", "trial")
-        and empties(resets, resets.roll_back)
+        and resets_optimizer(resets, resets.roll_back)
         and rise > (pause := resets.rules.cooldown_steps)
     ):
         yield (
@@ -263,12 +270,12 @@ def _cut_rises(cfg: DictConfig, made: int, done: list[dict[str, Any]]) -> Iterat
         done: hard resets that it has made.
     """
     resets, steps, rises = cfg.trainer.resets, cfg.trainer.grpo.max_steps, _rises(cfg)
-    later = fixed_resets(resets, made, steps) if empties(resets, resets.roll_back) else []
-    emptied = emptying(resets, done or ([{"step": 0}] if begins_with_reset(cfg) else []))
-    starts = [max(emptied, default=0), *(step for step in later if step < steps)]
+    later = fixed_resets(resets, made, steps) if resets_optimizer(resets, resets.roll_back) else []
+    of_optimizer = optimizer_resets(resets, done or ([{"step": 0}] if begins_with_reset(cfg) else []))
+    starts = [max(of_optimizer, default=0), *(step for step in later if step < steps)]
     shortest: dict[bool, tuple[int, int, int]] = {}  # distance, first and last step
     for start, end in zip(starts, [*starts[1:], steps], strict=True) if made < steps else ():
-        of_reset = start > 0 or bool(emptied)
+        of_reset = start > 0 or bool(of_optimizer)
         if rises[of_reset][1] > end - start:
             way = (end - start, start, end)
             shortest[of_reset] = min(way, shortest.get(of_reset, way))

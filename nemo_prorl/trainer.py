@@ -333,7 +333,7 @@ class Trainer:
             step=metrics.step,
             steps=grpo.max_steps,
             done=self.resets.steps,
-            emptied=self.resets.emptied,
+            of_optimizer=self.resets.of_optimizer,
         )
         self.policy.set_learning_rate(lr)
         metrics.put("policy/lr", lr)

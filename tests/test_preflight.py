@@ -141,7 +141,7 @@ class Parts:
         rollouts = SimpleNamespace(
             publish=self.note("publish"), sleep=self.note("sleep"), collector=alone.only(lambda: "a collector")
         )
-        resets, entropy = SimpleNamespace(steps=[], emptied=[]), AdaptiveEntropy(cfg.trainer.grpo.adaptive_entropy)
+        resets, entropy = SimpleNamespace(steps=[], of_optimizer=[]), AdaptiveEntropy(cfg.trainer.grpo.adaptive_entropy)
         parts: list[Any] = [
             rollouts,
             none,

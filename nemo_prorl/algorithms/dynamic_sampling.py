@@ -50,10 +50,10 @@ class KeepRates:
         kept, decisions = self._sums.get(task, (0.0, 0.0))
         return (self.strength * self.prior + kept) / (self.strength + decisions)
 
-    def update(self, task: str, kept: bool) -> None:
+    def update(self, task: str, signal: bool) -> None:
         """Add one decision.  Call in draw order: the average depends on the order."""
         old_kept, old_decisions = self._sums.get(task, (0.0, 0.0))
-        self._sums[task] = (self.decay * old_kept + float(kept), self.decay * old_decisions + 1.0)
+        self._sums[task] = (self.decay * old_kept + float(signal), self.decay * old_decisions + 1.0)
 
     def state_dict(self) -> dict[str, list[float]]:
         return {task: list(sums) for task, sums in sorted(self._sums.items())}
@@ -73,12 +73,12 @@ class DynamicSampler:
         while not sampler.done:
             while sampler.wants_more():
                 sampler.dispatched(draw_and_start().task)
-            sampler.decide(kept=wait_for_verdict_of_the_oldest_undecided())
+            sampler.decide(signal=wait_for_verdict_of_the_oldest_undecided())
 
     Every decision depends on the verdicts in draw order alone.  `decide` therefore refuses to continue while
     `wants_more()` is true: otherwise a faster verdict would change which prompts are drawn.
 
-    When the batch is full, groups drawn and not yet decided are the surplus.  They are judged in the next step, after
+    When the batch is full, groups drawn and not yet decided are the surplus.  They are decided in the next step, after
     `carry`, and change the keep rates only then.  When the draws are used up first, the groups kept so far are the
     batch.
 
@@ -122,10 +122,10 @@ class DynamicSampler:
         self.started += 1
         self._append(task)
 
-    def decide(self, kept: bool, usable: bool = True) -> bool:
+    def decide(self, signal: bool, usable: bool = True) -> bool:
         """Count the verdict of the oldest undecided group; return whether the group joins the batch.
 
-        `kept` is the result of `carries_signal`.  Static sampling (`enabled` False) also takes a group without a
+        `signal` is the result of `carries_signal`.  Static sampling (`enabled` False) also takes a group without a
         signal, if it is `usable`: its responses have rewards to compare.
         """
         if not self._undecided:
@@ -139,8 +139,8 @@ class DynamicSampler:
             )
         task = self._undecided.popleft()
         self._undecided_of[task] -= 1
-        self.keep_rate.update(task, kept)
-        joins = usable and (kept or not self._config.enabled)
+        self.keep_rate.update(task, signal)
+        joins = usable and (signal or not self._config.enabled)
         self.kept += joins
         self.dropped += not joins
         self._filling = self.kept + self.expected < self.needed

@@ -17,7 +17,7 @@ def learning_rate(
     step: int,
     steps: int,
     done: Sequence[int],
-    emptied: Sequence[int],
+    of_optimizer: Sequence[int],
 ) -> float:
     """Return the learning rate of a step's updates.
 
@@ -30,31 +30,31 @@ def learning_rate(
         step: step of the stage, from 1.
         steps: number of steps of the stage.
         done: steps after which hard resets were made, in order; 0 is the stage's start.
-        emptied: those of `done` that reset the optimizer.
+        of_optimizer: those of `done` that reset the optimizer.
     """
     first = warmup_steps(sched, steps)
     full = _fallen(base, sched, step - 1 - first, steps - first)
     full *= resets.lr_factor ** sum(0 < reset < step <= reset + (resets.lr_factor_steps or step) for reset in done)
-    begun = [reset for reset in emptied if reset < step]
+    begun = [reset for reset in of_optimizer if reset < step]
     since, rise = (begun[-1], resets.lr_warmup_steps or first) if begun else (0, first)
     return full * min(1.0, (step - since) / rise) if rise else full
 
 
-def empties(resets: ResetsConfig, rolled_back: bool) -> bool:
+def resets_optimizer(resets: ResetsConfig, rolled_back: bool) -> bool:
     """Return whether a reset resets the optimizer: after a roll-back always, as its moments belong to other weights."""
     return resets.parts in ("both", "optimizer") or rolled_back
 
 
-def emptying(resets: ResetsConfig, done: Iterable[Mapping[str, Any]]) -> list[int]:
+def optimizer_resets(resets: ResetsConfig, done: Iterable[Mapping[str, Any]]) -> list[int]:
     """Return the steps of those of the resets `done` that reset the optimizer."""
-    return [reset["step"] for reset in done if empties(resets, "rolled_back_to" in reset)]
+    return [reset["step"] for reset in done if resets_optimizer(resets, "rolled_back_to" in reset)]
 
 
 def rate_of_run(cfg: Any, step: int, done: Sequence[Mapping[str, Any]]) -> float:
     """Return `learning_rate` of a step of the run `cfg` after the resets `done`."""
     optim, resets, steps = cfg.model.optim, cfg.trainer.resets, cfg.trainer.grpo.max_steps
-    made, emptied = [reset["step"] for reset in done], emptying(resets, done)
-    return learning_rate(optim.lr, optim.sched, resets, step=step, steps=steps, done=made, emptied=emptied)
+    made, of_optimizer = [reset["step"] for reset in done], optimizer_resets(resets, done)
+    return learning_rate(optim.lr, optim.sched, resets, step=step, steps=steps, done=made, of_optimizer=of_optimizer)
 
 
 def begins_with_reset(cfg: Any) -> bool:

@@ -157,10 +157,10 @@ def _tell_other_sampling(name: str, models: Sequence[Evaluated]) -> None:
             _log.warning("%s: %s differs (%s), so the differences below are not of the models alone", name, key, values)
 
 
-def _parts(parts_of: Mapping[str, Mapping[str, Scored]], where: str) -> dict[str, ComparedPart]:
-    """Return the entries of a benchmark's parts.  `parts_of`: samples by name of the model and by part."""
-    names = next(iter(parts_of.values()))
-    return {part: _entry({model: its[part] for model, its in parts_of.items()}, f"{where}/{part}")[0] for part in names}
+def _parts(samples: Mapping[str, Mapping[str, Scored]], where: str) -> dict[str, ComparedPart]:
+    """Return the entries of a benchmark's parts.  `samples`: by name of the model and by part."""
+    names = next(iter(samples.values()))
+    return {part: _entry({model: its[part] for model, its in samples.items()}, f"{where}/{part}")[0] for part in names}
 
 
 def _entry(found: Mapping[str, Scored], where: str) -> tuple[ComparedPart, dict[str, Paired]]:

@@ -253,7 +253,7 @@ def _hex(digests: Any) -> str:
     return "".join(f"{value:0{_DIGITS}x}" for value in digests)
 
 
-def parts_of(value: str) -> list[str]:
+def digests_of(value: str) -> list[str]:
     """Return the digests of an object that has one for each group or response."""
     return [value[start : start + _DIGITS] for start in range(0, len(value), _DIGITS)]
 

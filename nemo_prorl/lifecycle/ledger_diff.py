@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_prorl.lifecycle.ledger import object_of, parts_of
+from nemo_prorl.lifecycle.ledger import digests_of, object_of
 
 _SHOWN = 3  # parts named in a text
 _ROUNDING = 1e-3  # log-probabilities in nats and relative gradient norms that differ by less differ by rounding
@@ -76,7 +76,7 @@ def of_step(first: Line, second: Line, norms: Norms | None = None) -> Parting | 
 
 def _by_part(line: Line, name: str, draws: Sequence[int]) -> dict[str, str]:
     """Return the digests of an object by group or response, for the groups with these draw numbers."""
-    digests, samples = parts_of(line["objects"].get(name, "")), line.get("samples", 1)
+    digests, samples = digests_of(line["objects"].get(name, "")), line.get("samples", 1)
     if object_of(name).parts == "groups":
         names = [(draw, f"draw {draw}") for draw in line.get("draws", [])]
     else:

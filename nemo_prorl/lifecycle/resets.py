@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypedDict
 
 from nemo_prorl.algorithms.reset_rules import Finding, History, best_policy, decide
-from nemo_prorl.algorithms.schedule import empties, emptying
+from nemo_prorl.algorithms.schedule import optimizer_resets, resets_optimizer
 from nemo_prorl.config import ResetsConfig
 from nemo_prorl.errors import ResetFailure
 from nemo_prorl.leader import Leader
@@ -69,7 +69,7 @@ class Resets:
     """
 
     config: ResetsConfig
-    kl_allowed: float  # largest `mean_abs_gap` of `check_reference` in the first step of a run or after a reset
+    gap_allowed: float  # largest `mean_abs_gap` of `check_reference` in the first step of a run or after a reset
     policy: Any  # a policy.actor.Actor
     rollouts: Rollouts
     validation: Validation
@@ -90,9 +90,9 @@ class Resets:
         return [reset["step"] for reset in self.done]
 
     @property
-    def emptied(self) -> list[int]:
+    def of_optimizer(self) -> list[int]:
         """Return those of `steps` after which the optimizer was reset."""
-        return emptying(self.config, self.done)
+        return optimizer_resets(self.config, self.done)
 
     @property
     def goes_back_to(self) -> list[int]:
@@ -161,7 +161,7 @@ class Resets:
         if self._renews_reference:
             self.policy.set_reference()
         killpoint("reset:reference")
-        if empties(self.config, back_to is not None):
+        if resets_optimizer(self.config, back_to is not None):
             self.policy.reset_optimizer()
         killpoint("reset:optimizer")
         self.fresh = self._renews_reference
@@ -214,11 +214,11 @@ class Resets:
             mean_abs_gap: mean absolute difference per token between the log-probabilities of policy and reference.
         """
         fresh, self.fresh = self.fresh, False
-        if fresh and not mean_abs_gap <= self.kl_allowed:
+        if fresh and not mean_abs_gap <= self.gap_allowed:
             raise ResetFailure(
                 f"step {step} is the first of a run or follows a hard reset, so the policy should equal its reference;"
                 f" their log-probabilities differ by {mean_abs_gap:.3g} per token on average, expected at most"
-                f" {self.kl_allowed:g} (trainer.resets.kl_after_reset)"
+                f" {self.gap_allowed:g} (trainer.resets.kl_after_reset)"
             )
 
     # --- in a checkpoint -------------------------------------------------------------------------------------------

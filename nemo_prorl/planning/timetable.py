@@ -6,7 +6,14 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from nemo_prorl.algorithms.schedule import begins_with_reset, empties, emptying, fixed_resets, rate_of_run, warmup_steps
+from nemo_prorl.algorithms.schedule import (
+    begins_with_reset,
+    fixed_resets,
+    optimizer_resets,
+    rate_of_run,
+    resets_optimizer,
+    warmup_steps,
+)
 from nemo_prorl.cautions import never_asks
 from nemo_prorl.lifecycle.retention import newest_state
 
@@ -54,7 +61,7 @@ def _resets(resets: Any, done: Sequence[int], planned: Sequence[int], steps: int
     texts.append(f"mode {resets.mode}, {_MODES[resets.mode]}{asks}")
     texts.append(f"of {_PARTS.get(resets.parts, resets.parts)}")
     if resets.roll_back:
-        also = "" if empties(resets, False) else ", then of the optimizer, too"
+        also = "" if resets_optimizer(resets, False) else ", then of the optimizer, too"
         texts.append(f"back to the best weights{also}")
     if resets.lr_factor != 1:
         steps_of_it = f" for {resets.lr_factor_steps} steps" if resets.lr_factor_steps else ""
@@ -77,7 +84,7 @@ def _rates(cfg: DictConfig, made: int, done: Sequence[Mapping[str, Any]], planne
     starts = [max((reset["step"] for reset in done), default=0), *planned]
     turns = {made + 1, steps}
     for start, end in list(zip(starts, [*planned, steps], strict=True))[:_SHOWN]:
-        rise = resets.lr_warmup_steps or first if start in emptying(resets, all_done) else 0 if start else first
+        rise = resets.lr_warmup_steps or first if start in optimizer_resets(resets, all_done) else 0 if start else first
         lowers = start and resets.lr_factor_steps and resets.lr_factor != 1
         returns = {start + resets.lr_factor_steps + 1} if lowers else set()
         turns |= {start + 1, min(start + rise, end), end, *returns}

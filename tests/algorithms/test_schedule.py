@@ -16,14 +16,14 @@ def rates(
     sched: SchedKeys,
     steps: int,
     done: Sequence[int] = (),
-    emptied: Sequence[int] | None = None,
+    of_optimizer: Sequence[int] | None = None,
     resets: ResetsConfig | None = None,
     base: float = BASE,
 ) -> list[float]:
-    """Return the learning rate of each step of a stage; `emptied`: as `done` unless given."""
-    emptied = done if emptied is None else emptied
+    """Return the learning rate of each step of a stage; `of_optimizer`: as `done` unless given."""
+    of_optimizer = done if of_optimizer is None else of_optimizer
     config = resets or ResetsConfig()
-    return [learning_rate(base, sched, config, step, steps, done, emptied) for step in range(1, steps + 1)]
+    return [learning_rate(base, sched, config, step, steps, done, of_optimizer) for step in range(1, steps + 1)]
 
 
 def of_torch(sched: SchedKeys, steps: int) -> list[float]:
@@ -106,8 +106,10 @@ def test_a_reset_of_the_reference_alone_leaves_the_warm_up_alone() -> None:
     """Adam's moments are as they were; the factor is that of any reset."""
     sched, halved = SchedKeys(name="cosine", warmup_steps=3), ResetsConfig(lr_factor=0.5)
     plain = rates(sched, 8)
-    assert rates(sched, 8, [4], emptied=[]) == plain
-    assert rates(sched, 8, [4], emptied=[], resets=halved) == pytest.approx([*plain[:4], *(x / 2 for x in plain[4:])])
+    assert rates(sched, 8, [4], of_optimizer=[]) == plain
+    assert rates(sched, 8, [4], of_optimizer=[], resets=halved) == pytest.approx(
+        [*plain[:4], *(x / 2 for x in plain[4:])]
+    )
 
 
 def test_the_warm_up_after_a_reset_may_have_its_own_length() -> None:
@@ -127,7 +129,7 @@ def test_a_reset_may_lower_the_rate_for_a_while() -> None:
     fall = SchedKeys(name="linear")
     lower = [1, 1, 0.5, 0.5, 0.5, 1, 1, 1]
     wanted = [share * rate for share, rate in zip(lower, rates(fall, 8), strict=True)]
-    assert rates(fall, 8, [2], emptied=[], resets=resets) == wanted
+    assert rates(fall, 8, [2], of_optimizer=[], resets=resets) == wanted
 
 
 def test_the_factor_of_a_reset_multiplies_the_whole_curve() -> None:

@@ -36,7 +36,7 @@ class NoCheckpoints(Checkpoints):
 class Parts:
     """Records, validation and resets of a run directory."""
 
-    def __init__(self, folder: Path, config: ResetsConfig | None = None, kl_allowed: float = 0.0) -> None:
+    def __init__(self, folder: Path, config: ResetsConfig | None = None, gap_allowed: float = 0.0) -> None:
         folder.mkdir(exist_ok=True)
         policy = SmallPolicy(temperature=1.0)
         nothing: Any = None
@@ -44,7 +44,7 @@ class Parts:
         self.validation = Validation(Config(), nothing, nothing, self.records)
         self.resets = Resets(
             config=config or ResetsConfig(),
-            kl_allowed=kl_allowed,
+            gap_allowed=gap_allowed,
             policy=policy,
             rollouts=nothing,
             validation=self.validation,

@@ -38,6 +38,6 @@ def test_what_is_rounding_depends_on_the_precision(
 
 
 def test_the_step_after_a_reset_is_held_to_it(tmp_path: Path) -> None:
-    Parts(tmp_path, kl_allowed=1e-4).resets.check_reference(1, 9e-5)
+    Parts(tmp_path, gap_allowed=1e-4).resets.check_reference(1, 9e-5)
     with pytest.raises(ResetFailure, match="differ by 0.0002 .*at most 0.0001 .trainer.resets.kl_after_reset"):
-        Parts(tmp_path, kl_allowed=1e-4).resets.check_reference(1, 2e-4)
+        Parts(tmp_path, gap_allowed=1e-4).resets.check_reference(1, 2e-4)

@@ -41,7 +41,7 @@ class GenerateRequest(Body):
 
 
 class WeightsRequest(Body):
-    """POST /weights: load a weights file.  `weights.check_fits` checks the file."""
+    """POST /weights: load a weights file.  `weight_load.check_fits` checks the file."""
 
     path: Annotated[str, Field(min_length=1)]
     version: Annotated[int, Field(ge=0)]

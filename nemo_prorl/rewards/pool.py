@@ -39,6 +39,7 @@ _log = logging.getLogger(__name__)
 
 MAX_QUEUE = 8192  # maximum waiting requests per plugin
 STARTUP_S = 120.0  # seconds for a worker to start and run `prepare`
+_FIRST_LOOK_S = 0.1  # seconds to the first look at a worker's processes, which takes longer than most verdicts
 END_S = 10.0  # seconds for killed workers to end
 WALL_FACTOR = 4.0  # limit of wall time per request, as a multiple of the CPU budget, without waiting for a busy CPU
 KEPT_VARIABLES = (
@@ -199,16 +200,18 @@ class _Worker:
         self._writer.write(job.line)
         receiving = asyncio.ensure_future(self.receive())
         pid, families, budget_s = self.process.pid, not spec.sandboxed, spec.budget_s
-        started, wait, wall_s = asyncio.get_running_loop().time(), budget_s, WALL_FACTOR * budget_s
+        started, wait, wall_s = asyncio.get_running_loop().time(), min(budget_s, _FIRST_LOOK_S), WALL_FACTOR * budget_s
+        before: tuple[float, float] | None = None  # CPU seconds of the worker's processes, waiting for a busy CPU
         try:
-            cpu_before, queued_before = process_times.cpu_s(pid, families), queued_s(pid)
+            own_before = process_times.cpu_s(pid)
             while not (await asyncio.wait({receiving}, timeout=wait))[0]:
                 elapsed = asyncio.get_running_loop().time() - started
-                used = process_times.cpu_s(pid, families) - cpu_before
+                below, queued = process_times.cpu_s_below(pid) if families else 0.0, queued_s(pid)
+                before = before or (below, queued)
+                used, queued = process_times.cpu_s(pid) - own_before + below - before[0], queued - before[1]
                 if used >= 0.98 * budget_s:
                     fix = f"Fix, if it needs more: {spec.time_key}"
                     raise WorkerGone(f"over the time budget of {budget_s:g} s of CPU. {fix}", "timeout")
-                queued = queued_s(pid) - queued_before
                 left = wall_s + min(QUEUED_S, queued) - elapsed
                 if left <= 0:
                     raise WorkerGone(_why_late(pid, elapsed, used, spec, queued))

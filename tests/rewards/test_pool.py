@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -188,7 +189,8 @@ def test_a_late_worker_is_told_by_how_it_spent_its_time(
     """A worker that never answers; what it used is counted from the begin of its request."""
     cpu, queued = iter([7.0]), iter([3.0])
     monkeypatch.setattr("nemo_prorl.rewards.pool.QUEUED_S", 0.1)
-    monkeypatch.setattr(process_times, "cpu_s", lambda *_: next(cpu, 7.0 + 0.05 * used))
+    monkeypatch.setattr(process_times, "cpu_s", lambda _: next(cpu, 7.0 + 0.05 * used))
+    monkeypatch.setattr(process_times, "cpu_s_below", lambda _: 0.0)
     monkeypatch.setattr("nemo_prorl.rewards.pool.queued_s", lambda _: next(queued, 3.0 + queued_s))
     monkeypatch.setattr(process_times, "is_stopped", lambda _: stopped)
 
@@ -210,14 +212,20 @@ def test_a_late_worker_is_told_by_how_it_spent_its_time(
     assert says in str(gone)
 
 
-def test_the_time_of_a_process_is_what_it_computed_with_or_without_its_children() -> None:
+def test_the_time_of_a_process_is_what_it_computed_and_that_of_its_children_is_told_apart() -> None:
     spin = "import time\nwhile time.process_time() < 0.5: pass"
     subprocess.run([sys.executable, "-S", "-c", spin], check=True)
-    own, ended = process_times.cpu_s(os.getpid()), process_times.cpu_s(os.getpid(), descendants=True)
-    times = os.times()
+    own, ended, times = process_times.cpu_s(os.getpid()), process_times.cpu_s_below(os.getpid()), os.times()
     assert own == pytest.approx(times.user + times.system, abs=0.2)
-    assert ended == pytest.approx(sum(times[:4]), abs=0.2)
-    assert ended > own + 0.4
+    assert ended == pytest.approx(times.children_user + times.children_system, abs=0.2)
+    assert ended > 0.4
+    with subprocess.Popen([sys.executable, "-S", "-c", spin + "\ninput()"], stdin=subprocess.PIPE) as child:
+        while process_times.cpu_s(child.pid) < 0.5:
+            time.sleep(0.05)
+        assert process_times.cpu_s_below(os.getpid()) > ended + 0.4
+        child.kill()
+    with pytest.raises(OSError):
+        process_times.cpu_s(child.pid)
 
 
 @pytest.mark.parametrize("how", ["sleep", "select"])

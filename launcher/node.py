@@ -150,7 +150,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="configuration overrides, KEY=VALUE")
     args = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format=f"{args.host}: %(message)s", stream=sys.stderr)
+    form = f"%(asctime)s {args.host}: %(message)s"
+    logging.basicConfig(level=logging.INFO, format=form, datefmt="%Y-%m-%d %H:%M:%S", stream=sys.stderr)
     output = MergedLog(None)
     signal.signal(signal.SIGUSR1, _stop)
     output.write(f"node-{args.node}", BEGUN + args.host)

@@ -114,6 +114,7 @@ class Child:
     _ended: list[float] = field(default_factory=list)
     _raised_before: list[str] | None = None  # words of the exception that ended the process before this one
     _restart_at: float = 0.0
+    _down_since: float = 0.0  # monotonic time of the end after which it has not served again; 0: it serves
     _kill_at: float = 0.0  # monotonic time at which a requested stop becomes a kill; 0: none was requested
     _log_failed: bool = False
     _copier: threading.Thread | None = None
@@ -203,6 +204,9 @@ class Child:
         """
         now = time.monotonic()
         if self.process is None or self.process.poll() is None:
+            if self._down_since and self.endpoint is not None and self.endpoint.exists():
+                _log.info("%s serves again after %.0f s", self.name, now - self._down_since)
+                self._down_since = 0.0
             if 0.0 < self._kill_at <= now:
                 self.kill_group()
             return
@@ -223,6 +227,7 @@ class Child:
                     + "\n".join(list(self.tail)[-12:])
                 )
             self._restart_at = now + min(30.0, 0.5 * 2.0 ** (len(self._ended) - 1))
+            self._down_since = self._down_since or now
             text = f" ({cause})" if cause else ""
             _log.warning("%s ended with status %s%s; starting it again", self.name, self.process.returncode, text)
         if now >= self._restart_at:

@@ -13,7 +13,7 @@ from nemo_prorl.files import Tail
 from nemo_prorl.lifecycle.bottleneck import bottleneck
 
 _PHASES = ("rollout", "logprobs", "updates", "ahead", "publish", "validate")
-_OURS = re.compile(r"^\S+ \S+ (INFO|WARNING|ERROR) (nemo_prorl\S*): (.*)$")
+_OURS = re.compile(r"^(\S+ \S+?)(?:,\d+)? (INFO|WARNING|ERROR) nemo_prorl\S*: (.*)$")
 
 
 class Progress:
@@ -34,9 +34,13 @@ class Progress:
         self._header = False
 
     def line(self, text: str) -> None:
-        """Show a line of the trainer's log if it comes from this project; lines of NeMo appear in the log file only."""
+        """Show a line of the trainer's log if it comes from this project; lines of NeMo appear in the log file only.
+
+        In a file, such as that of a Slurm job, warnings have their time.
+        """
         if match := _OURS.match(text):
-            self._print(match[3] if match[1] == "INFO" else f"{match[1]}: {match[3]}")
+            stamp = "" if self._terminal else f"{match[1]} "
+            self._print(match[3] if match[2] == "INFO" else f"{stamp}{match[2]}: {match[3]}")
             if not self._header:
                 self._status = match[3]
 

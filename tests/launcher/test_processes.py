@@ -1,6 +1,8 @@
 """One process under the supervisor: its output, its restarts, its end."""
 
+import logging
 import os
+import re
 import subprocess
 import sys
 import time
@@ -143,8 +145,11 @@ def test_one_that_runs_is_left_alone(start: Start) -> None:
     assert child.process is process
 
 
-def test_a_restart_takes_away_what_the_dead_left(start: Start, tmp_path: Path) -> None:
+def test_a_restart_takes_away_what_the_dead_left_and_says_when_it_serves_again(
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Its endpoint, so that nobody asks it, and the processes that it started."""
+    caplog.set_level(logging.INFO)
     code = (
         "import os, subprocess, sys, time\n"
         f"mark = {str(tmp_path / 'below')!r}\n"
@@ -165,6 +170,12 @@ def test_a_restart_takes_away_what_the_dead_left(start: Start, tmp_path: Path) -
     Deadline(20, "the restart").wait_until(runs_again)
     Deadline(10, "the end of what it started").wait_until(lambda: not is_alive(below))
     assert not child.endpoint.exists()
+    child.keep_up()
+    assert "again after" not in caplog.text
+    child.endpoint.write_text("{}")
+    for _ in range(2):
+        child.keep_up()
+    assert len(re.findall(r"child-0 serves again after \d+ s", caplog.text)) == 1
 
 
 def test_stopping_is_asked_for_and_then_enforced(start: Start, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import logging
 import os
 import signal
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -198,7 +198,12 @@ class Peers:
             if stop_requested and known and all(other.code == 75 for other in known):
                 return End(75, f"stopped; {what}", self.place.host)
             return End(1, what, self.place.host)
-        return blame(known) or End(1)
+        blamed = blame(known) or End(1)
+        silent = [state["host"] for state in self._states().values() if state["end"] is None]
+        if silent and blamed.code == 1 and blamed.status not in _KILLED:  # a lost node leaves errors on the others
+            lost = f"{', '.join(silent)} gave no report within {self._seconds:g} s: lost, or still waiting for others"
+            blamed = replace(blamed, what=f"{blamed.what}; {lost}")
+        return blamed
 
     def write_end(self, end: End | None) -> bool:
         """Write how this node ended (None: it has not).  Return False if the file cannot be written (full disk)."""

@@ -110,7 +110,8 @@ class Driver:
                 status=end.status,
             )
             cause = f" ({end.what})" if end.what else ""
-            say(f"attempt {attempt} ended with exit code {end.code}{cause}; next: {next_}")
+            then = "Slurm ends this start of the job, and may requeue it" if self.terminated else f"next: {next_}"
+            say(f"attempt {attempt} ended with exit code {end.code}{cause}; {then}")
             if action in ("requeue", "leave_out"):
                 return self.requeue(code, end.host if action == "leave_out" else "")
             if action != "again":

@@ -108,6 +108,15 @@ def test_all_nodes_end_as_node_0_decides(tmp_path: Path) -> None:
     assert peers[1].decision == KILLED
 
 
+@pytest.mark.parametrize(("end", "told"), [(FAILED, True), (KILLED, False), (BAD_DATA, False), (STOPPED, False)])
+def test_a_node_that_reports_nothing_may_be_the_cause(tmp_path: Path, end: End, told: bool) -> None:
+    peers = peers_of(tmp_path, 3, seconds=0.2)
+    peers[2].write_end(None)  # it has begun, and is lost
+    peers[1].write_end(end)
+    lost = "; node2 gave no report within 0.2 s: lost, or still waiting for others" if told else ""
+    assert peers[0].agree(End(75) if end is STOPPED else None).what == end.what + lost
+
+
 def test_a_clean_end_of_rank_0_is_one_whatever_another_node_says(tmp_path: Path) -> None:
     leader, other = peers_of(tmp_path, 2, seconds=0.1)
     other.agree(FAILED)

@@ -618,7 +618,9 @@ def test_a_sigterm_after_the_first_query_is_obeyed(cluster: Cluster) -> None:
     """It comes while the driver reads why the run stopped, when the state of the job is already known."""
     cluster.code += "import os, signal\n"
     cluster.code += "put('out_of_time', lambda self: (os.kill(os.getpid(), signal.SIGTERM), True)[1], s.Driver)\n"
-    assert cluster.run([{"code": 75}])[0] == 75
+    code, log = cluster.run([{"code": 75}])
+    assert code == 75
+    assert "attempt 1 ended with exit code 75; Slurm ends this start of the job, and may requeue it" in log
     assert cluster.launches() == [(1, 75, "give_up")]
     assert cluster.asked() == []
 

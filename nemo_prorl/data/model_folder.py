@@ -249,11 +249,12 @@ def unwritten_eos(folder: Path) -> str | None:
     closing = max((token for token in tokens if token and end.startswith(token)), key=len, default=None)
     if not found or closing is None or eos in end:
         return None
+    named = [name for name in ("config.json", "generation_config.json") if "eos_token_id" in _json(folder / name)]
     return (
         f"{folder}: the chat template ends a reply with {closing!r}, but the tokenizer's eos is {eos!r}, and a run ends"
         " a response only at eos. A model that was trained with this template writes each response up to the limit."
         f" Fix: eos_token={json.dumps(closing)} in tokenizer_config.json, and eos_token_id={tokens[closing]} in"
-        " config.json"
+        f" {' and '.join(named) or 'config.json'}"
     )
 
 

@@ -488,6 +488,8 @@ def test_an_end_of_replies_that_is_not_eos_is_told(template: str, told: bool, tm
     if fault:
         assert "ends a reply with '<|im_end|>', but the tokenizer's eos is '<eos>'" in fault
         assert fault.endswith('Fix: eos_token="<|im_end|>" in tokenizer_config.json, and eos_token_id=1 in config.json')
+        (model / "generation_config.json").write_text('{"eos_token_id": 2}')
+        assert str(unwritten_eos(model)).endswith(", and eos_token_id=1 in config.json and generation_config.json")
         change_config(model, eos_token_id=1)
         file = model / "tokenizer_config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": "<|im_end|>"}))

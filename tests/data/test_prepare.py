@@ -371,6 +371,28 @@ cli.main(["data", "prepare", *sys.argv[1:]])
     }
 
 
+def test_what_has_its_name_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file is flushed before it gets its name, so a machine that loses power leaves no empty file."""
+    done: list[tuple[str, Path]] = []
+    fsync, replace = os.fsync, os.replace
+
+    def flush(fd: int) -> None:
+        done.append(("flushed", Path(os.readlink(f"/proc/self/fd/{fd}"))))
+        fsync(fd)
+
+    def name(temporary: Path, path: Path) -> None:
+        done.append(("named", temporary))
+        replace(temporary, path)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    monkeypatch.setattr(os, "replace", name)
+    written = output.write_records(tmp_path, {"train": []}, [], "jsonl")
+    output.write_manifest(tmp_path, {"format": 1, "outputs": written})  # type: ignore[typeddict-item]
+    files = [file for what, file in done if what == "named"]
+    assert done == [(what, file) for file in files for what in ("flushed", "named")]
+    assert [file.name.split(".")[0] for file in files] == ["train", "dropped", "manifest"]
+
+
 # --- puzzles that are made -------------------------------------------------------------------------------------------
 
 

@@ -6,14 +6,17 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from nemo_prorl import settings
 from nemo_prorl.config import DataSource
-from nemo_prorl.evaluation.probe import advice, estimate, facts, table
+from nemo_prorl.evaluation.probe import advice, estimate, facts, probe, table
+from nemo_prorl.evaluation.sampling import BenchmarkWork
 from tests.policy.models import MODELS, write_model
+from tests.policy.test_model_folders import change_config
 
 
 def source(*groups: Sequence[float | None], text: str = "<answer>1</answer>") -> dict[str, Any]:
@@ -102,6 +105,30 @@ def test_a_context_that_is_too_small_is_named_as_train_names_it(tmp_path: Path) 
     found = run(tmp_path, model, *tiny, "data.prompt=text", few)
     assert "trainer.grpo.context_tokens=8 leaves no room for a response to these prompts" in found.stderr
     assert "--context" not in found.stderr
+
+
+@pytest.mark.starts
+def test_a_probe_names_another_end_of_responses_as_their_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No engine runs: every response is cut off."""
+    model = write_model(tmp_path / "model", MODELS[next(iter(MODELS))] | {"max_position_embeddings": 512})
+    change_config(model, eos_token_id=7)
+
+    async def cut_off(cfg: Any, out: Path, parts: list[BenchmarkWork], engines: Any, **_: Any) -> SimpleNamespace:
+        for part in parts:
+            for key in ((record["id"], sample) for record in part.records for sample in range(2)):
+                part.store.lines[key] = {"response": "", "finished": False, "tokens": 9}  # type: ignore[typeddict-item]
+                part.store.verdicts[key] = {"score": 0.0, "detail": ""}  # type: ignore[typeddict-item]
+        return SimpleNamespace(sampling_s=1.0)
+
+    monkeypatch.setattr("nemo_prorl.launcher.prepare.check_node", lambda *_, **__: None)
+    monkeypatch.setattr("nemo_prorl.evaluation.run.local_engines", lambda *_: None)
+    monkeypatch.setattr("nemo_prorl.evaluation.sampling.sample_and_judge", cut_off)
+    few = "data.train=[{name: few, generator: reasoning_gym:chain_sum, size: 20}]"
+    words = [few, "trainer.warmup.steps=0", "trainer.grpo.context_tokens=256", f"run_dir={tmp_path / 'run'}"]
+    cfg = settings.load([*words, f"pretrained_checkpoint.restore_from_path={model}"])
+    [found] = probe(cfg, tmp_path / "out", prompts=2, samples=2)["sources"]
+    assert found["advice"].startswith("100% of the responses are cut off: ")
+    assert "config.json has eos_token_id=7. A run ends a response only at the tokenizer's" in found["advice"]
 
 
 @pytest.mark.slow

@@ -234,6 +234,9 @@ def test_message_lists_need_a_chat_template(tmp_path: Path) -> None:
         return states([model.judge_chat(replace(TOKENIZER, chat=template), model.source_with_messages(cfg))])[0]
 
     assert [judged(plain, False), judged(chat, True), judged(chat, False)] == ["pass", "pass", "fail"]
+    held = {"name": "held", "path": str(chat)}
+    cfg = laptop(data__train=[{"name": "mine", "path": str(plain)}], data__validation=[held])
+    assert model.source_with_messages(cfg) == "held"
 
 
 def test_a_source_whose_task_is_left_out_needs_no_chat_template() -> None:

@@ -101,16 +101,20 @@ def test_an_engine_that_waits_for_the_others_to_wake_is_not_late(tmp_path: Path)
 
 
 @pytest.mark.parametrize("reply", [b"no HTTP at all\r\n", b"HTTP/1.0 401 no\r\n\r\nwrong token", b""])
-def test_what_is_no_answer_is_an_error_of_the_connection(reply: bytes) -> None:
-    """Another program may have the port of a dead service; health checks must go on then."""
+def test_what_is_no_answer_is_an_error_of_the_connection(reply: bytes, tmp_path: Path) -> None:
+    """Another program may have the port of a dead service; health checks must go on then, and notice it."""
+    (tmp_path / "token").write_text("secret\n")
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer() -> None:
-            connection, _ = server.accept()
-            with connection:
-                connection.recv(1 << 16)
-                connection.sendall(reply)
+            for _ in range(2):
+                connection, _address = server.accept()
+                with connection:
+                    connection.recv(1 << 16)
+                    connection.sendall(reply)
 
         threading.Thread(target=answer, daemon=True).start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/v1/health"
         with pytest.raises(OSError, match="wrong token" if b"401" in reply else None):
-            ask(f"http://127.0.0.1:{server.getsockname()[1]}/v1/health", "secret", 5.0)
+            ask(url, "secret", 5.0)
+        assert not Health([], tmp_path / "token", DeadlinesConfig())._answers(url)

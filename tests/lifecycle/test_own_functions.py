@@ -14,6 +14,7 @@ from nemo_prorl.config import DataSource, ResetRulesConfig, ResetsConfig
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.own_functions import module_of, sha256, sources
 from nemo_prorl.planning import algorithm
+from nemo_prorl.rewards.functions import code_of
 from nemo_prorl.settings import load
 from tests.algorithms.choices import choices
 from tests.lifecycle.small_run import SmallRun, config
@@ -209,6 +210,18 @@ def test_the_code_of_a_function_has_the_files_that_it_imports(tmp_path: Path, mo
     monkeypatch.syspath_prepend(tmp_path)  # as an installed package
     found = names("kit.deep:text")
     assert sorted(found) == ["PyYAML", "__init__.py", "deep.py", "last.py", "mine.py", "other.py"]
+
+
+def test_the_code_of_a_run_has_each_function_that_its_configuration_names(tmp_path: Path) -> None:
+    """A checkpoint records it, and a resume names what has changed since."""
+    own = {name: tmp_path / f"{name}.py" for name in ("loss", "advantage", "rule", "reward")}
+    for file in own.values():
+        file.touch()
+    rules = ResetRulesConfig(asks=["kl_spike", f"{own['rule']}:f"])
+    of_grpo = {name: f"{own[name]}:f" for name in ("loss", "advantage")}
+    cfg = config(tmp_path / "run", ResetsConfig(rules=rules), **of_grpo)
+    cfg.rewards.functions["units"] = f"{own['reward']}:f*0.5"
+    assert code_of(cfg).keys() == set(map(str, own.values()))
 
 
 def test_an_installed_package_of_the_function_itself_is_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,6 +93,7 @@ ONE = "python3 -m verl.trainer.main_ppo trainer.total_training_steps=9"
     [
         ("LR=1e-6; LR=2e-6\n{one} {lr}=$LR", "2e-06"),
         ("LR=1e-6; {one} {lr}=$LR", "1e-06"),
+        ("LR=; {one} {lr}=${{LR:-2e-6}}", "2e-06"),
         ("cd here && LR=2e-6 && {one} {lr}=$LR  # once; or twice", "2e-06"),
         ('LR=1e-6\n[ "$BIG" = 1 ] && LR=5e-6\n{one} {lr}=$LR', None),
         ('LR=1e-6\n[[ -n "$BIG" && -n "$MORE" ]] || LR=5e-6\n{one} {lr}=$LR', None),

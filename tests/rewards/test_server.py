@@ -8,6 +8,7 @@ import os
 import resource
 import select
 import signal
+import socket
 import subprocess
 import sys
 import urllib.error
@@ -32,7 +33,7 @@ from nemo_prorl.rewards.discovery import discover
 from nemo_prorl.rewards.judging import RewardService
 from nemo_prorl.rewards.options import add_server_arguments
 from nemo_prorl.rewards.server import DEADLINE_HEADER, RewardApp
-from nemo_prorl.service import read_token
+from nemo_prorl.service import listening_socket, read_token
 from tests.rewards.conftest import ROOT, RunningServer, StartServer, request_of, wait_gone
 
 Capture = pytest.CaptureFixture[str]
@@ -335,15 +336,23 @@ def test_no_process_is_left_when_the_server_is_killed(plugins: Path, start_serve
     wait_gone(workers, "the workers of a killed server")
 
 
+def test_a_small_reply_does_not_wait_for_an_acknowledgement() -> None:
+    with listening_socket("127.0.0.1", 0, 1) as listener, socket.create_connection(listener.getsockname()):
+        connection, _ = listener.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
+
+
 def test_the_server_ends_with_its_parent(plugins: Path, start_server: StartServer) -> None:
     parent = subprocess.Popen(["sleep", "60"])
     server = start_server("echo", "--parent-pid", str(parent.pid))
     workers = server.workers
-    server.endpoint_file.write_text('{"url": "http://newer"}')
+    newer = json.loads(server.endpoint_file.read_text()) | {"pid": os.getpid(), "url": "http://newer"}
+    server.endpoint_file.write_text(json.dumps(newer))
     parent.kill()
     parent.wait()
     assert server.process.wait(20) == 0
-    assert server.endpoint_file.read_text() == '{"url": "http://newer"}'  # the file of its successor stays
+    assert json.loads(server.endpoint_file.read_text()) == newer  # the file of its successor stays
     wait_gone(workers, "the workers")
 
 

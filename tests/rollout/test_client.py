@@ -413,13 +413,17 @@ def test_a_deadline_counts_from_the_last_token(tmp_path: Path) -> None:
 
 
 def test_half_an_endpoint_file_is_no_engine(tmp_path: Path) -> None:
+    """Nor is one of an engine that starts, or of a reward server."""
+
     async def work(folder: Path) -> None:
         (folder / "engine-5.json").write_text('{"url": "http://')
         starting = {"kind": "engine", "url": "http://127.0.0.1:1", "pid": 1, "state": "starting"}
         (folder / "engine-6.json").write_text(json.dumps(starting))
+        (folder / "rewards-0.json").write_text(json.dumps(starting | {"kind": "rewards", "state": "ready"}))
         fake = await Fake(folder).start()
         pool = EnginePool(folder, "t")
         assert len(await pool.generate([5], [1], SAMPLING, Deadline(30, "a group"))) == 1
+        assert list(pool._slots) == ["engine-0"]
         await pool.close()
         await fake.stop()
 

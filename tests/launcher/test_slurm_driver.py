@@ -289,6 +289,16 @@ time.sleep(0.5)
     assert step.result().host == ("b" if decides else "")
 
 
+def test_the_exit_of_another_node_after_node_0_s_decision_is_no_cause(tmp_path: Path) -> None:
+    """All nodes end then as node 0 has decided."""
+    leader = node_file(tmp_path, 0, "1")
+    write_json(leader, {"host": "a", "end": {"code": 1, "what": "trainer-0 ended with status -9", "host": "a"}})
+    code = "import sys; print('srun: error: b: task 1: Exited with exit code 1', file=sys.stderr)"
+    step = Step([sys.executable, "-c", code], os.environ, 2, tmp_path / "all.log", leader)
+    step.process.wait(30)
+    assert step.result().host == "a"
+
+
 def test_srun_s_output_is_not_labelled_whatever_the_site_s_habit(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

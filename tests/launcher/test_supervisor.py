@@ -343,3 +343,18 @@ def test_the_other_nodes_are_told_that_a_stop_was_requested(tmp_path: Path, monk
     assert SmallNode(tmp_path, SLEEPS, stops).run().code == 75
     assert SmallNode(tmp_path, SLEEPS, "").run().code == 0
     assert told == [True, False]
+
+
+def test_only_node_0_tells_why_the_run_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The lines of all nodes are in one log."""
+    monkeypatch.setattr(Peers, "agree", lambda self, end, stop_requested=False: end)
+    told = []
+    for number in (0, 1):
+        caplog.clear()
+        node = SmallNode(tmp_path, SLEEPS)
+        node.place = Place(node=number, nodes=2)
+        node._over(End(1, "the engine is lost"))
+        told.append((len(node.failures), "the engine is lost" in caplog.text))
+    assert told == [(1, True), (0, False)]

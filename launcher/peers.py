@@ -189,7 +189,8 @@ class Peers:
 
     def _decide(self, end: End | None, stop_requested: bool) -> End:
         # If this node cannot write, the other nodes probably cannot write either, so do not wait long for their files.
-        limit = time.monotonic() + (self._seconds if self.write_end(None) else min(_LOOK_S, self._seconds))
+        can_write = self.write_end(None)
+        limit = time.monotonic() + (self._seconds if can_write else min(_LOOK_S, self._seconds))
         while len(ends := self._ends(self._states())) < self.place.nodes - 1 and time.monotonic() < limit:
             time.sleep(0.2)
         known = [*ends, *([end] if end else [])]
@@ -200,7 +201,8 @@ class Peers:
             return End(1, what, self.place.host)
         blamed = blame(known) or End(1)
         silent = [state["host"] for state in self._states().values() if state["end"] is None]
-        if silent and blamed.code == 1 and blamed.status not in _KILLED:  # a lost node leaves errors on the others
+        if can_write and silent and blamed.code == 1 and blamed.status not in _KILLED:
+            # A lost node leaves errors on the others.
             lost = f"{', '.join(silent)} gave no report within {self._seconds:g} s: lost, or still waiting for others"
             blamed = replace(blamed, what=f"{blamed.what}; {lost}")
         return blamed

@@ -243,7 +243,7 @@ class NodeSupervisor:
         if self.events is not None:
             self.events.failure(f"{where}{end.what}", process=end.process, status=end.status, log=end.log)
         shown = self.progress is not None and end.process == "trainer-0"  # `Progress.line` shows what it logs
-        for line in on_screen(f"{where}{end.what}", end.log, shown):
+        for line in on_screen(end.what if end.host == self._here else f"{where}{end.what}", end.log, shown):
             _log.error("%s", line)
         return end
 

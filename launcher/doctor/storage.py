@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 from omegaconf import DictConfig
 
+from nemo_prorl.errors import disk_full
 from nemo_prorl.files import flush_to_disk
 from nemo_prorl.launcher.doctor.check import GB, Check, gb
 from nemo_prorl.sizing.memory import Memory, memory_of
@@ -69,7 +70,7 @@ def check_storage(cfg: DictConfig) -> Iterator[Check]:
     try:
         facts = measure_folder(run_dir)
     except OSError as error:
-        cure = "choose a folder that this user can write to: run_dir=..."
+        cure = "free disk space" if disk_full(error) else "choose a folder that this user can write to: run_dir=..."
         yield Check("run_dir", "fail", f"{run_dir}: cannot be written: {error.strerror or error}", cure)
     else:
         yield from judge_folder(facts, cfg.trainer.num_nodes)
@@ -140,6 +141,8 @@ def _fault(trial: Callable[[Path], str], folder: Path) -> str:
     try:
         return trial(folder)
     except OSError as error:
+        if disk_full(error):  # it says nothing of the kind of filesystem
+            raise
         return error.strerror or str(error)
 
 

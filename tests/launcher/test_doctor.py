@@ -165,6 +165,16 @@ def test_faults_of_a_filesystem_are_seen(tmp_path: Path, monkeypatch: pytest.Mon
     assert "No such file" in facts.sync_fault
 
 
+def test_a_full_disk_is_no_fault_of_the_filesystem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", full)
+    found = next(storage.check_storage(laptop(run_dir=str(tmp_path))))
+    assert (found.name, found.state, found.cure) == ("run_dir", "fail", "free disk space")
+    assert found.text == f"{tmp_path}: cannot be written: No space left on device"
+
+
 def test_the_filesystem_is_that_of_the_nearest_mount(monkeypatch: pytest.MonkeyPatch) -> None:
     mounts = {"/data/fast": "lustre", "/data": "nfs4", "/": "ext4", "/dat": "xfs"}
     there = [SimpleNamespace(mountpoint=point, fstype=kind) for point, kind in mounts.items()]

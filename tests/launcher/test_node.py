@@ -151,7 +151,7 @@ def test_on_a_full_disk_a_node_waits_for_node_0_which_does_not_wait_for_its_end(
 
     def agree(node: int) -> None:
         began = time.monotonic()
-        peers[node].agree(FAILED)
+        assert peers[node].agree(FAILED) == FAILED  # and no node is called silent
         took[node] = time.monotonic() - began
 
     other = threading.Thread(target=agree, args=(1,), daemon=True)

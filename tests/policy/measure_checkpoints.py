@@ -1,11 +1,13 @@
 """Measures checkpoints of the optimizer's state for `ranks.py`: before any step, after a reset, between two Adams."""
 
+import os
 import pickle
 import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -46,6 +48,24 @@ def attempted(work: Callable[[], Any]) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
+def disk_operations(work: Callable[[], object]) -> list[tuple[str, str]]:
+    """Return what `work` flushed to the disk and to what it gave a name, in order."""
+    done: list[tuple[str, str]] = []
+    fsync, replace = os.fsync, os.replace
+
+    def flush(fd: int) -> None:
+        done.append(("flushed", Path(os.readlink(f"/proc/self/fd/{fd}")).name))
+        fsync(fd)
+
+    def name(old: Path, new: Path) -> None:
+        done.append(("named", Path(new).name))
+        replace(old, new)
+
+    with mock.patch.object(os, "fsync", flush), mock.patch.object(os, "replace", name):
+        work()
+    return done
+
+
 def of_one_adam(lazy: bool, out: Path) -> dict[str, Any]:
     """Saves before any step, after steps and after a hard reset; loads each as a new process does, and goes on."""
     from nemo_prorl.policy.checkpoint_files import CheckpointFiles
@@ -74,6 +94,7 @@ def of_one_adam(lazy: bool, out: Path) -> dict[str, Any]:
     actor.reset_optimizer()
     found["after a reset"] = saved_and_loaded("reset")
     found["counts"] = sorted(counts(actor))
+    found["disk"] = disk_operations(lambda: CheckpointFiles(actor).save(folder / "flushed", {"step": 0}))
     return found
 
 

@@ -79,3 +79,12 @@ def test_a_damaged_file_is_found_and_the_message_has_the_cure(ranks: Path) -> No
 def test_the_model_itself_is_told_whether_it_trains(ranks: Path) -> None:
     """Dropout and recomputation ask the modules, which NeMo hides from `model.eval()`."""
     assert written(ranks, "of_extra_state-torch")["modes"] == [(False, False), (True, True)]
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(ranks: Path) -> None:
+    """A machine that loses power leaves a whole checkpoint, or none.  The files are those of rank 0."""
+    done = written(ranks, "of_one_adam-torch")["disk"]
+    named = done.index(("named", "flushed"))
+    before = {name for what, name in done[:named] if what == "flushed"}
+    assert before >= {"__0_0.distcp", "rng-0.pt", "common.pt", "metadata.json", "state.json", "flushed.tmp"}
+    assert ("flushed", "torch") in done[named:]  # the folder that has the name

@@ -193,7 +193,7 @@ def main() -> int:
         raise RuntimeError(f"the undisturbed run failed; see the logs in {one.parent}")
     report.append(f"undisturbed: {time.monotonic() - began:.0f} s")
 
-    points = [name for name in POINTS if name != "checkpoint:exchange" and not name.startswith("trial:")]  # no trials
+    points = [name for name in POINTS if name.startswith(("checkpoint:", "reset:")) and name != "checkpoint:exchange"]
     wheres = [*points, *(f"random {TARGETS[k % len(TARGETS)]}" for k in range(max(0, args.kills - len(points))))]
     rng.shuffle(wheres)
     wheres = wheres[: args.kills]

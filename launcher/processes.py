@@ -204,7 +204,7 @@ class Child:
         """
         now = time.monotonic()
         if self.process is None or self.process.poll() is None:
-            if self._down_since and self.endpoint is not None and self.endpoint.exists():
+            if self._down_since and self.endpoint is not None and os.path.exists(self.endpoint):  # no error of a disk
                 _log.info("%s serves again after %.0f s", self.name, now - self._down_since)
                 self._down_since = 0.0
             if 0.0 < self._kill_at <= now:
@@ -213,6 +213,7 @@ class Child:
         if self._kill_at:  # `restart` stopped it
             self.kill_group()
             self._kill_at = self._restart_at = 0.0
+            self._down_since = now
             self.start()
             return
         if self._restart_at == 0.0:

@@ -110,7 +110,8 @@ class Driver:
                 status=end.status,
             )
             cause = f" ({end.what})" if end.what else ""
-            then = "Slurm ends this start of the job, and may requeue it" if self.terminated else f"next: {next_}"
+            by_slurm = self.terminated and action == "give_up"
+            then = "Slurm ends this start of the job, and may requeue it" if by_slurm else f"next: {next_}"
             say(f"attempt {attempt} ended with exit code {end.code}{cause}; {then}")
             if action in ("requeue", "leave_out"):
                 return self.requeue(code, end.host if action == "leave_out" else "")

@@ -15,15 +15,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from nemo_prorl.algorithms import schedule
 from nemo_prorl.algorithms.reset_rules import LEAST_BASELINE, LEAST_DIFFERENCES
-from nemo_prorl.algorithms.schedule import (
-    begins_with_reset,
-    fixed_resets,
-    optimizer_resets,
-    rate_of_run,
-    resets_optimizer,
-    warmup_steps,
-)
 from nemo_prorl.config import ADVISING_RULES, RESET_RULES, ResetRulesConfig, SchedKeys, warms_up
 from nemo_prorl.data import model_folder
 from nemo_prorl.files import TEMPORARY
@@ -160,10 +153,10 @@ def _useless_resets(cfg: DictConfig, made: int, done: list[int]) -> Iterator[str
             " an earlier step, or more steps"
         )
     planned = resets.every is not None or resets.at_steps or resets.mode in ("auto", "trial") or done
-    begins = begins_with_reset(cfg)
+    begins = schedule.begins_with_reset(cfg)
     fix = "only `prorl control RUN reset` would make one. Fix: trainer.resets.at_steps or every"
     warmup = f"trainer.resets.lr_warmup_steps={resets.lr_warmup_steps}: no effect, because"
-    if resets.lr_warmup_steps and not resets_optimizer(resets, resets.roll_back):
+    if resets.lr_warmup_steps and not schedule.resets_optimizer(resets, resets.roll_back):
         leaves = f"trainer.resets.parts={resets.parts} leaves the optimizer as it is"
         yield f"{warmup} {leaves}. Fix: trainer.resets.parts=both"
     elif resets.lr_warmup_steps and not (planned or begins):
@@ -178,7 +171,8 @@ def _useless_resets(cfg: DictConfig, made: int, done: list[int]) -> Iterator[str
         )
     if resets.roll_back and cfg.data.validation and not (planned or made or _begins(cfg)):
         yield f"trainer.resets.roll_back=true: no effect, because no reset is planned; {fix}"
-    all_steps, lr = [step for step in {*fixed_resets(resets, made, last), *done} if 0 < step < last], cfg.model.optim.lr
+    all_steps = [step for step in {*schedule.fixed_resets(resets, made, last), *done} if 0 < step < last]
+    lr = cfg.model.optim.lr
     window = resets.lr_factor_steps or last
     count = max((sum(step - window < other <= step for other in all_steps) for step in all_steps), default=0)
     least, most, source = _usual(cfg)["model.optim.lr"]
@@ -201,7 +195,7 @@ def _blind_roll_backs(cfg: DictConfig, made: int, done: list[int]) -> Iterator[s
         made, done: as in `_useless_resets`.
     """
     resets, last, every = cfg.trainer.resets, cfg.trainer.grpo.max_steps, cfg.trainer.grpo.validate_every
-    later = fixed_resets(resets, made, last) if resets.roll_back and cfg.data.validation else []
+    later = schedule.fixed_resets(resets, made, last) if resets.roll_back and cfg.data.validation else []
     ways = {end: end - start for start, end in pairwise([max(done, default=0), *later])}
     blind = [end for end, way in ways.items() if end // every == (end - way) // every and end < last]
     if blind:
@@ -231,7 +225,7 @@ def _rises(cfg: DictConfig) -> dict[bool, tuple[str, int]]:
     """Return the key and the steps of the rise of the learning rate at the start, and of that after a reset (True)."""
     sched, after_reset = cfg.model.optim.sched, cfg.trainer.resets.lr_warmup_steps
     key = f"model.optim.sched.{'warmup_steps' if sched.warmup_steps else 'warmup_ratio'}"
-    start = (key, warmup_steps(sched, cfg.trainer.grpo.max_steps))
+    start = (key, schedule.warmup_steps(sched, cfg.trainer.grpo.max_steps))
     return {False: start, True: ("trainer.resets.lr_warmup_steps", after_reset) if after_reset else start}
 
 
@@ -243,7 +237,7 @@ def _long_rises(cfg: DictConfig, made: int) -> Iterator[str]:
     """
     resets, steps, name = cfg.trainer.resets, cfg.trainer.grpo.max_steps, cfg.model.optim.sched.name
     key, rise = _rises(cfg)[False]
-    if rise >= steps > 1 and not made and not (begins_with_reset(cfg) and resets.lr_warmup_steps):
+    if rise >= steps > 1 and not made and not (schedule.begins_with_reset(cfg) and resets.lr_warmup_steps):
         falls = "" if name == "constant" else f", and never falls (model.optim.sched.name={name})"
         yield (
             f"{key}={OmegaConf.select(cfg, key):g}: the learning rate rises until the last step"
@@ -252,7 +246,7 @@ def _long_rises(cfg: DictConfig, made: int) -> Iterator[str]:
     key, rise = _rises(cfg)[True]
     if (
         resets.mode in ("auto", "trial")
-        and resets_optimizer(resets, resets.roll_back)
+        and schedule.resets_optimizer(resets, resets.roll_back)
         and rise > (pause := resets.rules.cooldown_steps)
     ):
         yield (
@@ -270,8 +264,9 @@ def _cut_rises(cfg: DictConfig, made: int, done: list[dict[str, Any]]) -> Iterat
         done: hard resets that it has made.
     """
     resets, steps, rises = cfg.trainer.resets, cfg.trainer.grpo.max_steps, _rises(cfg)
-    later = fixed_resets(resets, made, steps) if resets_optimizer(resets, resets.roll_back) else []
-    of_optimizer = optimizer_resets(resets, done or ([{"step": 0}] if begins_with_reset(cfg) else []))
+    later = schedule.fixed_resets(resets, made, steps) if schedule.resets_optimizer(resets, resets.roll_back) else []
+    first = [{"step": 0}] if schedule.begins_with_reset(cfg) else []
+    of_optimizer = schedule.optimizer_reset_steps(resets, done or first)
     starts = [max(of_optimizer, default=0), *(step for step in later if step < steps)]
     shortest: dict[bool, tuple[int, int, int]] = {}  # distance, first and last step
     for start, end in zip(starts, [*starts[1:], steps], strict=True) if made < steps else ():
@@ -301,12 +296,12 @@ def _other_rate(cfg: DictConfig, old: DictConfig, made: int, done: list[dict[str
         done: hard resets that it has made.
     """
     before, after, step = old.trainer.grpo.max_steps, cfg.trainer.grpo.max_steps, made + 1
-    was, now = rate_of_run(old, step, done), rate_of_run(cfg, step, done)
+    was, now = schedule.rate_of_run(old, step, done), schedule.rate_of_run(cfg, step, done)
     if step > after or math.isclose(was, now, rel_tol=0.01):
         return
-    instead = (
-        f" instead of {was:.3g}" if step <= before else f", after {rate_of_run(old, made, done):.3g} in step {made}"
-    )
+    instead = f" instead of {was:.3g}"
+    if step > before:
+        instead = f", after {schedule.rate_of_run(old, made, done):.3g} in step {made}"
     keys = ("model.optim.lr", *(f"model.optim.sched.{item.name}" for item in fields(SchedKeys)))
     keys = (*keys, *(f"trainer.resets.{name}" for name in ("parts", "lr_factor", "lr_factor_steps", "lr_warmup_steps")))
     pairs = {key: (OmegaConf.select(cfg, key), OmegaConf.select(old, key)) for key in keys}

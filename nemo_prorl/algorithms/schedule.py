@@ -45,7 +45,7 @@ def resets_optimizer(resets: ResetsConfig, rolled_back: bool) -> bool:
     return resets.parts in ("both", "optimizer") or rolled_back
 
 
-def optimizer_resets(resets: ResetsConfig, done: Iterable[Mapping[str, Any]]) -> list[int]:
+def optimizer_reset_steps(resets: ResetsConfig, done: Iterable[Mapping[str, Any]]) -> list[int]:
     """Return the steps of those of the resets `done` that reset the optimizer."""
     return [reset["step"] for reset in done if resets_optimizer(resets, "rolled_back_to" in reset)]
 
@@ -53,7 +53,7 @@ def optimizer_resets(resets: ResetsConfig, done: Iterable[Mapping[str, Any]]) ->
 def rate_of_run(cfg: Any, step: int, done: Sequence[Mapping[str, Any]]) -> float:
     """Return `learning_rate` of a step of the run `cfg` after the resets `done`."""
     optim, resets, steps = cfg.model.optim, cfg.trainer.resets, cfg.trainer.grpo.max_steps
-    made, of_optimizer = [reset["step"] for reset in done], optimizer_resets(resets, done)
+    made, of_optimizer = [reset["step"] for reset in done], optimizer_reset_steps(resets, done)
     return learning_rate(optim.lr, optim.sched, resets, step=step, steps=steps, done=made, of_optimizer=of_optimizer)
 
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypedDict
 
 from nemo_prorl.algorithms.reset_rules import Finding, History, best_policy, decide
-from nemo_prorl.algorithms.schedule import optimizer_resets, resets_optimizer
+from nemo_prorl.algorithms.schedule import optimizer_reset_steps, resets_optimizer
 from nemo_prorl.config import ResetsConfig
 from nemo_prorl.errors import ResetFailure
 from nemo_prorl.leader import Leader
@@ -92,7 +92,7 @@ class Resets:
     @property
     def of_optimizer(self) -> list[int]:
         """Return those of `steps` after which the optimizer was reset."""
-        return optimizer_resets(self.config, self.done)
+        return optimizer_reset_steps(self.config, self.done)
 
     @property
     def goes_back_to(self) -> list[int]:

@@ -6,14 +6,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from nemo_prorl.algorithms.schedule import (
-    begins_with_reset,
-    fixed_resets,
-    optimizer_resets,
-    rate_of_run,
-    resets_optimizer,
-    warmup_steps,
-)
+from nemo_prorl.algorithms import schedule
 from nemo_prorl.cautions import never_asks
 from nemo_prorl.lifecycle.retention import newest_state
 
@@ -34,8 +27,8 @@ def rows(cfg: DictConfig) -> dict[str, str]:
     state, resets, steps = newest_state(Path(cfg.run_dir)), cfg.trainer.resets, cfg.trainer.grpo.max_steps
     made, done = state.get("step", 0), state.get("resets", {}).get("done", [])
     own = [reset["step"] for reset in done if reset["step"]]  # step 0 is the start of the stage
-    planned = fixed_resets(resets, made, steps)
-    begins = begins_with_reset(cfg) and not state
+    planned = schedule.fixed_resets(resets, made, steps)
+    begins = schedule.begins_with_reset(cfg) and not state
     useful = [step for step in planned if step < steps]
     rates = _rates(cfg, made, [{"step": 0}] if begins else done, useful)
     start = "one at the start of the stage; " if begins else ""
@@ -61,7 +54,7 @@ def _resets(resets: Any, done: Sequence[int], planned: Sequence[int], steps: int
     texts.append(f"mode {resets.mode}, {_MODES[resets.mode]}{asks}")
     texts.append(f"of {_PARTS.get(resets.parts, resets.parts)}")
     if resets.roll_back:
-        also = "" if resets_optimizer(resets, False) else ", then of the optimizer, too"
+        also = "" if schedule.resets_optimizer(resets, False) else ", then of the optimizer, too"
         texts.append(f"back to the best weights{also}")
     if resets.lr_factor != 1:
         steps_of_it = f" for {resets.lr_factor_steps} steps" if resets.lr_factor_steps else ""
@@ -78,14 +71,15 @@ def _listed(steps: Sequence[int]) -> str:
 def _rates(cfg: DictConfig, made: int, done: Sequence[Mapping[str, Any]], planned: Sequence[int]) -> dict[int, float]:
     """Return {step: learning rate} of the next step, the last one, and those where a rise or a factor ends."""
     resets, steps = cfg.trainer.resets, cfg.trainer.grpo.max_steps
-    first = warmup_steps(cfg.model.optim.sched, steps)
+    first = schedule.warmup_steps(cfg.model.optim.sched, steps)
     back = {"rolled_back_to": 0} if resets.roll_back else {}
     all_done = [*done, *({"step": step, **back} for step in planned)]
     starts = [max((reset["step"] for reset in done), default=0), *planned]
     turns = {made + 1, steps}
     for start, end in list(zip(starts, [*planned, steps], strict=True))[:_SHOWN]:
-        rise = resets.lr_warmup_steps or first if start in optimizer_resets(resets, all_done) else 0 if start else first
+        of_optimizer = start in schedule.optimizer_reset_steps(resets, all_done)
+        rise = resets.lr_warmup_steps or first if of_optimizer else 0 if start else first
         lowers = start and resets.lr_factor_steps and resets.lr_factor != 1
         returns = {start + resets.lr_factor_steps + 1} if lowers else set()
         turns |= {start + 1, min(start + rise, end), end, *returns}
-    return {step: rate_of_run(cfg, step, all_done) for step in sorted(turns) if made < step <= steps}
+    return {step: schedule.rate_of_run(cfg, step, all_done) for step in sorted(turns) if made < step <= steps}

@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 MAX_QUEUE = 8192  # maximum waiting requests per plugin
 STARTUP_S = 120.0  # seconds for a worker to start and run `prepare`
-_FIRST_LOOK_S = 0.1  # seconds to the first look at a worker's processes, which takes longer than most verdicts
+_FIRST_LOOK_S = 0.1  # seconds to the first look at a worker's processes; most verdicts come sooner and need none
 END_S = 10.0  # seconds for killed workers to end
 WALL_FACTOR = 4.0  # limit of wall time per request, as a multiple of the CPU budget, without waiting for a busy CPU
 KEPT_VARIABLES = (

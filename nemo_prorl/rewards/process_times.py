@@ -1,4 +1,4 @@
-"""The times and states of processes, from /proc: by them a judge that computes is told from one that gets no CPU.
+"""The times and states of processes: they tell a judge that computes from one that gets no CPU.
 
 psutil has these times, too, but looks through all processes of the machine for descendants: milliseconds a verdict.
 A process that vanishes meanwhile raises OSError, or counts as 0 if it is a descendant.

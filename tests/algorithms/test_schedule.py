@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LambdaLR, LinearLR, LRScheduler, SequentialLR
 
-from nemo_prorl.algorithms.schedule import learning_rate, optimizer_resets, warmup_steps
+from nemo_prorl.algorithms.schedule import learning_rate, optimizer_reset_steps, warmup_steps
 from nemo_prorl.config import ResetsConfig, SchedKeys
 
 BASE = 3e-4
@@ -117,7 +117,7 @@ def test_a_reset_of_the_reference_alone_leaves_the_warm_up_alone() -> None:
 )
 def test_a_roll_back_resets_the_optimizer_whatever_the_parts_of_a_reset(parts: str, steps: list[int]) -> None:
     done = [{"step": 3}, {"step": 5, "rolled_back_to": 2}]
-    assert optimizer_resets(ResetsConfig(parts=parts), done) == steps
+    assert optimizer_reset_steps(ResetsConfig(parts=parts), done) == steps
 
 
 def test_the_warm_up_after_a_reset_may_have_its_own_length() -> None:

@@ -288,7 +288,8 @@ def is_another(child: Child, pid: int) -> bool:
     return child.process is not None and child.process.pid != pid
 
 
-def test_a_restart_on_request_is_no_failure(start: Start) -> None:
+def test_a_restart_on_request_is_no_failure(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     child = start("import time; print('up'); time.sleep(60)", restarts=0)
     assert child.process is not None
     first = child.process.pid
@@ -297,6 +298,10 @@ def test_a_restart_on_request_is_no_failure(start: Start) -> None:
     Deadline(20, "the second process").wait_until(lambda: is_another(child, first))
     assert not is_alive(first)
     assert is_alive(child.process.pid)
+    assert child.endpoint is not None
+    child.endpoint.touch()
+    child.keep_up()
+    assert "child-0 serves again after" in caplog.text
 
 
 def test_a_restart_kills_a_process_that_does_not_stop(start: Start) -> None:

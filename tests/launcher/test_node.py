@@ -3,6 +3,7 @@
 import argparse
 import errno
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -228,6 +229,13 @@ def test_what_is_wrong_is_told_to_who_started_the_nodes(
     assert capfd.readouterr().out.startswith("node-0: the supervisor has begun on ")
     end = end_in(run)
     assert (end["code"], told in end["what"]) == (code, True)
+
+
+def test_what_a_node_says_has_its_time_and_its_name(tmp_path: Path) -> None:
+    words = ["--nodes=1", "--node=0", "--host=node7", f"--run-dir={tmp_path}", "--attempt=1", "trainer.foo=1"]
+    command = [sys.executable, "-m", "nemo_prorl.launcher.node", *words]
+    said = subprocess.run(command, capture_output=True, text=True, check=False).stderr
+    assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d node7: unknown key trainer.foo", said), said
 
 
 def end_in(run: Path) -> Any:

@@ -1,4 +1,4 @@
-"""What is wrong with a Hugging Face model folder, from its files alone: weights, tokenizer, chat template.
+"""Finds what is wrong with a Hugging Face model folder, from its files alone: weights, tokenizer, chat template.
 
 Each function returns the fault with its cure, or None.  Neither torch nor transformers is imported, so that all
 commands refuse the same folders with the same words, before a GPU is allocated.

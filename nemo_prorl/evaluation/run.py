@@ -1,4 +1,4 @@
-"""One evaluation from its options to results.json: checks, engines and reward server, sampling and judging.
+"""Runs one evaluation from its options to results.json: checks, engines and reward server, sampling and judging.
 
 Engines, reward server and their supervisor are those of a run, without a trainer (`evaluation.services`).
 """

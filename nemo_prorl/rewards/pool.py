@@ -165,7 +165,7 @@ class _Worker:
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs and was not killed."""
+        """Return whether the process runs and was not killed."""
         return not (self._killed or self.ended.done())
 
     async def receive(self) -> Any:

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.rewards.client import ClientOptions, RewardClient, _Endpoints, _Waiting, take_verdict
-from nemo_prorl.rewards.interface import Verdict
+from nemo_prorl.rewards.interface import Verdict, failed_verdict
 from nemo_prorl.rewards.server import DEADLINE_HEADER
 from nemo_prorl.service import Pause
 from tests.rewards.conftest import StartServer, request_of
@@ -466,6 +466,35 @@ def test_a_server_that_never_answers_is_left_at_the_deadline(tmp_path: Path) -> 
             while client.stats.connection_failures == 0:
                 await asyncio.sleep(0.05)
             assert "TimeoutError: no verdict on 1 requests" in client._last_error
+            server.silent.set()
+
+    with_client(tmp_path, steps)
+
+
+class FailingServer(SilentServer):
+    """Judges nothing: it loses each request at once, but that named "silent", which it keeps."""
+
+    async def _answer(self, http: web.Request) -> web.Response:
+        (request,) = await http.json()
+        if request["id"] == "silent":
+            await self.silent.wait()
+        verdict = failed_verdict(request["id"], "infrastructure", "the worker died")
+        return web.Response(text=json.dumps({**verdict, "key": request["key"]}) + "\n")
+
+
+def test_a_server_that_loses_every_request_extends_no_deadline(tmp_path: Path) -> None:
+    server = FailingServer(tmp_path, 10**6)
+
+    async def steps(client: RewardClient) -> None:
+        async with server.running():
+            silent = asyncio.create_task(client.score(request_of("echo", "1", "silent"), Deadline(1.0, "a verdict")))
+            await asyncio.sleep(0.2)
+            for at in range(20):  # longer than the deadline of the silent one, several verdicts within each
+                await client.score(request_of("echo", "1", f"lost-{at}"), Deadline(10.0, "a verdict"))
+                if silent.done():
+                    break
+            assert silent.done()
+            assert silent.result()["detail"].startswith("waited 1 s for a verdict")
             server.silent.set()
 
     with_client(tmp_path, steps)

@@ -7,12 +7,15 @@
 The default cluster is h100_4x8; cluster=NAME selects another.
 
 event                 reaction
-exit 0, 2, 3 or 4     the job ends with this code; after 3 it is requeued without the unfit node if enough nodes remain
+exit 0, 2 or 4        the job ends with this code
+exit 3                a node is unfit: the job is requeued without it if the partition has enough others of its kind
+                      (`Job.spare`), otherwise it ends with 3
 crash                 starts again in this allocation, at most `launch.attempts` times in a row without a new checkpoint
 SIGUSR1, preemption   the run is stopped cleanly; the job is requeued once the run has ended, or when time runs out
-lost node             Slurm requeues the job; if Slurm ends only the step, the reaction is that to a crash or a bad node
-bad node              a node that fails twice in a row or starts no program: the job is requeued without it if enough
-                      nodes remain; otherwise the reaction is that to a crash
+lost node             Slurm ends and requeues the job (--requeue in slurm/stage.sbatch); if it ends only the step, srun
+                      ends the supervisors of the other nodes, and the reaction is that to a bad node or a crash
+bad node              a node that fails twice in a row or starts no program: the job is requeued without it if the
+                      partition has enough others; otherwise the reaction is that to a crash
 `prorl control stop`  the job ends with 75
 scancel               the job is not requeued: after SIGTERM this process starts nothing and sends Slurm no requests
 requeue by Slurm      if Slurm has started the job elsewhere, this process ends

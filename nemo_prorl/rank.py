@@ -283,7 +283,7 @@ def begin_stage(trainer: Trainer, start: stages.Origin) -> None:
     records.event("start", 0, stage=cfg.stage, version=__version__, **source)
     state = retention.read_state(start.newest)  # prompts continue after the newest step even if the weights are older
     if "imported_from" not in state:
-        trainer.checkpoints.carry(state)
+        trainer.checkpoints.begin_stage(state)
     if (version := state.get("version", __version__)) != __version__:
         records.alarm(0, f"{start.checkpoint} was written by version {version}; this is {__version__}")
     _log.info("stage %s starts from checkpoint %s", cfg.stage, start.checkpoint)

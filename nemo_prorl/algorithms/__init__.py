@@ -1,6 +1,7 @@
-"""The mathematics of a training step: pure functions of tensors and two small state machines.
+"""The mathematics of a training step: pure functions of tensors, and the few states that steps add up.
 
-Imports torch and the standard library only.  "paper" is "Scaling Up RL" (arXiv 2507.12507).
+Imports torch and the standard library; of this package `config`, `errors`, `own_functions` and `schema`.
+"paper" is "Scaling Up RL" (arXiv 2507.12507).
 
 | formula | where | source |
 |---|---|---|

@@ -124,8 +124,8 @@ def grpo_loss(  # noqa: PLR0913  # one argument for each tensor of the batch
 
     Returns:
         loss: scalar, already divided by the global denominator.
-        diagnostics: sums (see the package's docstring).  `loss` adds up to the global loss; `surrogate`, `kl`, `weight`
-        and, where given, `entropy` are sums over `tokens` tokens; `sequences` counts responses with a token;
+        diagnostics: sums (see `algorithms/__init__.py`).  `loss` adds up to the global loss; `surrogate`, `kl`,
+        `weight` and, where given, `entropy` are sums over `tokens` tokens; `sequences` counts responses with a token;
         `nonfinite` counts tokens whose log-probability, new, old or reference, is nan or infinite.
     """
     dtype = torch.promote_types(logp_BT.dtype, torch.float32)

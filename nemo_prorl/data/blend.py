@@ -223,7 +223,7 @@ class Blend:
             self._set_retirement(at, saved)
         self._shares = self._shares_now()
 
-    def carry(self, state: BlendState) -> None:
+    def begin_stage(self, state: BlendState) -> None:
         """Begin a stage at `state`, the blend state at the end of the stage before.
 
         A source with the same records continues at its position and epoch.  A source whose

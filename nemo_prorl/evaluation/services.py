@@ -1,8 +1,10 @@
-"""The reward server and engines of an evaluation, started by the same code as in a run, but without a trainer.
+"""The reward server and engines of an evaluation: the processes of a run, without its trainer.
 
-Training and evaluation share: the supervisor that starts and restarts both (`launcher.supervisor.NodeSupervisor`), the
-client of the engines (`rollout.engines.EnginePool`), the reward server and its client (`rewards.client.RewardClient`),
-and the text of the prompts (`data.render.PromptRenderer`).
+Training and evaluation share: the commands and environments of these processes (`NodeSupervisor.services`), their
+start and restart (`processes.Child`), the check that they answer (`health.Health`), the client of the engines
+(`engines.EnginePool`) with its settings and seeds (`endpoints.SamplingParams`, `response_seed`), the reward server and
+its client (`rewards.client.RewardClient`), and the text of the prompts (`render.PromptRenderer`).  The validation
+within a run (`lifecycle.validation`) samples with the run's own services, by `Collector.sample`.
 """
 
 import asyncio

@@ -1,6 +1,7 @@
 """Checkpoints of a run: the policy in Megatron's format, named parts in state.json, and groups of responses.
 
-A part is any object with `state_dict` and `load_state_dict`; `rank.build` names all parts.
+A part is any object with `state_dict` and `load_state_dict`; `rank.build` names all parts.  The parts `prompts` and
+`rollouts` also have `begin_stage`, and the rollouts `groups`, the responses that wait for a later step.
 `policy.checkpoint_files` lists the files of a checkpoint and their writers.  All trainer ranks must
 call the methods of `Checkpoints` together.
 """
@@ -67,9 +68,9 @@ class LeaderState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.part.call(lambda part: part.load_state_dict(state))
 
-    def carry(self, state: dict[str, Any]) -> None:
+    def begin_stage(self, state: dict[str, Any]) -> None:
         """Begin a stage: give the part the state that the same part had at the end of the previous stage."""
-        self.part.call(lambda part: part.carry(state))
+        self.part.call(lambda part: part.begin_stage(state))
 
 
 @dataclass(eq=False, repr=False)
@@ -118,7 +119,7 @@ class Checkpoints:
             )
 
     def load(self, folder: Path) -> dict[str, Any]:
-        """Load the policy and all parts as they were, also in a run that trains; return the state."""
+        """Load the policy and all parts, at a resume or to go back in a run that trains; return state.json."""
         try:
             retention.check_continuable(folder)
             state = self.files.load(folder)
@@ -138,14 +139,14 @@ class Checkpoints:
         for path in self.disk.call(partial(retention.damaged_after, step=step)):
             self.records.alarm(step, f"{path} was damaged; the run goes on from the checkpoint of step {step}")
 
-    def carry(self, state: Mapping[str, Any]) -> None:
+    def begin_stage(self, state: Mapping[str, Any]) -> None:
         """Begin a stage with the data position and the keep rates of the previous stage.
 
         Args:
             state: state.json of the previous stage's newest checkpoint.
         """
         for name in ("prompts", "rollouts"):
-            self.parts[name].carry(state[name])  # type: ignore[attr-defined]
+            self.parts[name].begin_stage(state[name])  # type: ignore[attr-defined]
 
     def load_policy(self, step: int) -> None:
         """Load the weights of an earlier step of this run, for a roll-back."""

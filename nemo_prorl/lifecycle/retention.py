@@ -221,7 +221,7 @@ def put_in_place(temporary: Path, folder: Path) -> None:
     A kill at any moment leaves the old or the new checkpoint complete on disk.
     """
     old = folder.with_name(folder.name + OLD)
-    if folder.exists():  # the same step again, after a run lost its later metrics
+    if folder.exists():  # the same step again: a hard reset, a trial or a repeated validation
         shutil.rmtree(old, ignore_errors=True)
         os.replace(folder, old)
         killpoint("checkpoint:exchange")

@@ -6,10 +6,11 @@
 
     rewards.functions.units=units.py:score
 
-With this setting the function judges the records of the task `units`.  It runs in a worker process, with the default
-time budget of a plugin.  It gets there by name: `NodeSupervisor._rewards` gives the setting to the reward server as an
-argument, `discovery.discover` registers a plugin with the name `units=units.py:score`, `judging.pool_specs` configures
-a pool for it, `pool._Worker` starts a process with this name as an argument, and `worker.load` imports the file there.
+With this setting the function judges the records of the task `units`.  It runs in a worker process, with the time
+budget `rewards.functions_time_s`.  It gets there by name: `settings.load` makes the file's path absolute,
+`NodeSupervisor._rewards` gives name and budget to the reward server as arguments, `discovery.discover` registers a
+plugin with the name `units=/.../units.py:score`, `judging.pool_specs` configures a pool for it, `pool._Worker` starts a
+process with this name as an argument, and `worker.load` imports the file there by `function_plugin`.
 The command, the reward server and rank 0 import the file, too, to check it; only the worker calls the function.
 
 Several functions with weights give their weighted mean:

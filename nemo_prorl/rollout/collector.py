@@ -2,16 +2,19 @@
 
     prompt --draw--> GENERATING --all responses ended--> JUDGING --all verdicts received--> JUDGED
                                                                                               |
-                      groups are decided in draw order, until the batch is full               |
-                                                                                              v
-    no signal: DROPPED, another prompt may be drawn  <--  decide  -->  signal: KEPT, in the batch
-                                                            |
-                              batch is full: SURPLUS, decided first in the next step; discarded before that if it is
-                                  TOO OLD (dynamic_sampling.max_staleness) or the run was ROLLED BACK (`discard`)
+                              in draw order, until the batch is full: `_decide`  <------------+
+                                              |                   |                           |
+       no signal, or fewer than 2 verdicts    |                   |                           |  the batch is full
+                                              v                   v                           v
+                                           DROPPED      KEPT, in the batch                 SURPLUS
+
+After a DROPPED group another prompt may be drawn; without dynamic sampling, groups without a signal are kept, too.
+The SURPLUS is decided first in the next step.  It is lost before that if it is too old then
+(`dynamic_sampling.max_staleness`), at a roll-back (`discard`), and at a new stage, which begins without it.
 
 Each response is sent to the reward server as soon as it ends.  The draws and the kept groups depend on the verdicts in
-draw order and never on timing, so short responses are not favoured.  `algorithms.dynamic_sampling` decides which groups
-carry a signal and when another prompt is drawn.
+draw order and never on timing, so short responses are not favoured.  The rule which groups are kept and when another
+prompt is drawn is `DynamicSampler` in `algorithms.dynamic_sampling`.
 
 Suffixes: G groups, N responses of a group.
 """
@@ -199,7 +202,7 @@ class Collector:
     def _decide(self, group: Group, sampler: DynamicSampler, batch: CollectedBatch) -> None:
         """Keep the oldest undecided group for the batch, or drop it.
 
-        Groups are discarded without this where their weights are too old (`_collect`) or bad (`discard`).
+        Surplus that is lost (see the head of this file) never comes here.
         """
         tolerance = self.cfg.trainer.grpo.dynamic_sampling.tolerance
         kept = sampler.decide(_carries_signal(group, tolerance), usable=_can_teach(group))

@@ -347,7 +347,10 @@ class EnginePool:
         return {file.stem for file in self.endpoints.glob(f"engine-*{HELD_SUFFIX}")}
 
     async def announce(self, path: str | Path, version: int) -> None:
-        """Make the awake engines load the weights file `path` before their next response; return at once."""
+        """Mark the weights of all engines as outdated, and return at once.
+
+        An engine loads the weights file `path` before its next response.
+        """
         self.current = (str(path), version)
         for slot in self._slots.values():
             slot.version = None  # even for the same version: after a roll-back the engine has weights of the lost steps

@@ -2,7 +2,9 @@
 
 The way of the weights: `Rollouts.publish` exports them from the policy, and one rank of each node writes a file into
 shared memory (`weight_store.WeightStore.write`).  `engines.EnginePool.publish` asks each engine by POST /weights to
-load the file of its node.  In the engine, `engine.weight_load` checks the file and loads it into vLLM's worker.
+load the file of its node; engines on devices of their own are only told (`EnginePool.announce`), and load the file
+before their next response.  In the engine, `engine.server` lets `engine.weight_load` check the file and load it into
+vLLM's worker.
 """
 
 import logging
@@ -258,7 +260,7 @@ class Rollouts:
         self.collector.call(load)
         self._canaries = CanaryWatch.replay(self._records.lines())  # empty on ranks other than 0, which raise no alarm
 
-    def carry(self, state: dict[str, Any]) -> None:
+    def begin_stage(self, state: dict[str, Any]) -> None:
         """Begin a new stage of a chain with the keep rates (`KeepRates`, by task) that the previous stage ended with.
 
         Args:

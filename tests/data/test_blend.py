@@ -185,7 +185,7 @@ def test_a_stage_goes_on_in_the_orders_of_the_one_before(stop: int) -> None:
     before = Blend(first, seed=1)
     head = draw(before, stop)
     after = Blend(second, seed=1)
-    after.carry(json.loads(json.dumps(before.state_dict())))
+    after.begin_stage(json.loads(json.dumps(before.state_dict())))
     tail = draw(after, 200)
     for name, size in (("a", 7), ("b", 50), ("new", 40)):
         drawn = [(one, visit) for one, visit in [*head, *tail] if one.split("-")[0] == name]
@@ -204,7 +204,7 @@ def test_shares_of_a_stage_hold_from_its_first_draw() -> None:
     before = Blend(first, seed=1)
     draw(before, 400)
     after = Blend(second, seed=1)
-    after.carry(before.state_dict())
+    after.begin_stage(before.state_dict())
     counts: Counter[str] = Counter()
     for total in range(1, 300):
         counts[after.next()[0]["id"].split("-")[0]] += 1
@@ -218,15 +218,15 @@ def test_a_carried_stage_resumes_exactly_and_is_carried_on(stop: int) -> None:
     before = Blend(first, seed=1)
     draw(before, 45)
     whole, resumed = Blend(second, seed=1), Blend(second, seed=1)
-    whole.carry(before.state_dict())
+    whole.begin_stage(before.state_dict())
     expected = draw(whole, 150)
     other = Blend(second, seed=1)
-    other.carry(before.state_dict())
+    other.begin_stage(before.state_dict())
     draw(other, stop)
     resumed.load_state_dict(json.loads(json.dumps(other.state_dict())))
     assert draw(resumed, 150 - stop) == expected[stop:]
     third = Blend(first, seed=1)  # a stage without the new source again
-    third.carry(whole.state_dict())
+    third.begin_stage(whole.state_dict())
     for name, entry in third.state_dict()["sources"].items():
         drawn = whole.state_dict()["sources"][name]["drawn"]
         assert (entry["drawn"], entry["carried"]) == (drawn, drawn)
@@ -240,7 +240,7 @@ def test_other_records_or_another_seed_begin_anew(caplog: pytest.LogCaptureFixtu
     changed[1][1][2]["truth"] = {"answer": "other"}
     after = Blend(changed, seed=1)
     with caplog.at_level(logging.INFO):
-        after.carry(state)
+        after.begin_stage(state)
     assert [r.getMessage() for r in caplog.records] == [
         "data source 'b': its records differ from the previous stage's; it starts anew"
     ]
@@ -248,7 +248,7 @@ def test_other_records_or_another_seed_begin_anew(caplog: pytest.LogCaptureFixtu
     assert carried == {"a": state["sources"]["a"]["drawn"], "b": 0, "c": state["sources"]["c"]["drawn"]}
     other = Blend(sources(), seed=2)
     with caplog.at_level(logging.INFO):
-        other.carry(state)
+        other.begin_stage(state)
     assert "had seed 1, this stage has 2" in caplog.text
     assert draw(other, 50) == draw(Blend(sources(), seed=2), 50)
 

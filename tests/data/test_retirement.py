@@ -114,16 +114,16 @@ def test_the_next_stage_keeps_what_is_retired() -> None:
     before.observe([("a-1", "solved"), ("b-2", "solved")])
     state: Any = json.loads(json.dumps(before.state_dict()))
     after = Blend([loaded("new", 4), *sources()[:2]], seed=1, retire_after=1)
-    after.carry(state)
+    after.begin_stage(state)
     assert after.retired == 2
     assert not {after.next()[0]["id"] for _ in range(200)} & {"a-1", "b-2"}
     changed = sources()[:2]
     changed[0][1][0]["truth"] = {"answer": "other"}
     after = Blend(changed, seed=1, retire_after=1)
-    after.carry(state)
+    after.begin_stage(state)
     assert after.retired == 1  # of other records nothing is known
     without = Blend(sources(), seed=1)
-    without.carry(state)
+    without.begin_stage(state)
     assert without.retired == 0
     assert "a-1" in {without.next()[0]["id"] for _ in range(100)}
 
@@ -132,11 +132,11 @@ def test_a_source_that_is_retired_as_a_whole_has_no_share_of_a_resume_or_a_stage
     before = Blend(sources(), seed=1, retire_after=1)
     before.observe([(f"a-{i}", "solved") for i in range(7)])
     alone = Blend(sources()[:1], seed=1, retire_after=1)
-    alone.carry(before.state_dict())
+    alone.begin_stage(before.state_dict())
     assert alone.retired == 0
     assert {alone.next()[0]["id"] for _ in range(7)} == {f"a-{i}" for i in range(7)}
     after = Blend([*sources()[:1], loaded("new", 40)], seed=1, retire_after=1)
-    after.carry(before.state_dict())
+    after.begin_stage(before.state_dict())
     assert after.retired == 7
     resumed = Blend([*sources()[:1], loaded("new", 40)], seed=1, retire_after=1)
     resumed.load_state_dict(after.state_dict())

@@ -174,7 +174,7 @@ class Driver:
         if self.stop_reason is not None or self.terminated:  # a signal arrived before self.step was set
             step.stop()
         kill_reason = self._watch(step)
-        self.step, self.reported = None, step.end() is not None
+        self.step, self.reported = None, step.reported() is not None
         if not kill_reason:
             return step.result()
         missing = self._missing(step)
@@ -196,7 +196,7 @@ class Driver:
             now = time.monotonic()
             step.forward_stop()
             if self.stop_reason is not None and stop_by is None:
-                stop_by = now + _PATIENCE * max(0.0, (self.job.end() or time.time() + 600.0) - time.time())
+                stop_by = now + _PATIENCE * max(0.0, (self.job.ends_at() or time.time() + 600.0) - time.time())
             if step.has_end():
                 kill_at = kill_at or now + _SRUN_ENDS_S
             elif now - began > reach_s and (missing := self._missing(step)):
@@ -281,8 +281,8 @@ class Driver:
 
     def wait(self, seconds: float) -> None:
         """Sleep for `seconds`, or until a signal requests the end of the job."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end and not self.terminated and self.stop_reason is None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not self.terminated and self.stop_reason is None:
             time.sleep(0.2)
 
     def end_without_checkpoint(self, attempts: int) -> int:
@@ -303,7 +303,7 @@ class Driver:
             without: node to exclude from all later starts; empty: none.
         """
         self.remove_container()
-        end = self.job.end() or time.time() + _REQUEUED_S
+        give_up_at = (self.job.ends_at() or time.time() + _REQUEUED_S) - _REQUEUE_EVERY_S
         while not self.terminated and self.is_ours():
             if self.job.requeue(without):
                 say(f"job {self.job.id} requeued{f' without node {without}' if without else ''}")
@@ -311,7 +311,7 @@ class Driver:
                 while time.monotonic() < ended_by and not self.terminated:
                     time.sleep(0.2)
                 break
-            if time.time() + _REQUEUE_EVERY_S > end:
+            if time.time() > give_up_at:
                 say(f"job {self.job.id} could not be requeued. Fix: submit it again with the same sbatch command")
                 break
             time.sleep(_REQUEUE_EVERY_S)

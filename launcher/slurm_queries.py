@@ -81,7 +81,7 @@ class Job:
             return State(ours, fields["JobState"] == "RUNNING", is_preempted)
         return None
 
-    def end(self) -> float | None:
+    def ends_at(self) -> float | None:
         """Return the time when the job reaches its time limit, in seconds since 1970; None if it is not known."""
         if (end_time := os.environ.get("SLURM_JOB_END_TIME", "")).isdigit():
             return float(end_time)

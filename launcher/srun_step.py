@@ -96,10 +96,10 @@ class Step:
         """Return whether node 0 has reported how the run ended.  The file of node 0 is read once per second."""
         if not self._has_end and time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + _LOOK_S
-            self._has_end = self.end() is not None
+            self._has_end = self.reported() is not None
         return self._has_end
 
-    def end(self) -> End | None:
+    def reported(self) -> End | None:
         """Return how the run ended, from the file of node 0; None if node 0 has not reported."""
         written = read(self._leader)
         return None if written is None or written["end"] is None else End(**written["end"])
@@ -113,7 +113,7 @@ class Step:
         """
         for reader in self._readers:
             reader.join(_LAST_LINES_S)
-        end, fault = self.end(), self._fault
+        end, fault = self.reported(), self._fault
         if fault is not None and not (end is not None and (end.code == 0 or _is_exit_of_leader(fault))):
             return _end_of(fault)
         if end is not None:
@@ -132,7 +132,7 @@ class Step:
     def _read_srun(self, stream: IO[str]) -> None:
         for line in stream:
             os.write(sys.stderr.fileno(), line.encode())
-            if self._fault is None and (fault := _FAULT.match(line)) and self.end() is None:
+            if self._fault is None and (fault := _FAULT.match(line)) and self.reported() is None:
                 self._fault = fault
 
 

@@ -155,7 +155,7 @@ class Trainer:
 
     def steps_are_left(self) -> bool:
         """Return whether another step follows.  A trial of a reset may go back to an earlier step first."""
-        self.trials.turn(self.progress.step)
+        self.trials.change_arm(self.progress.step)
         return self.progress.step < self.cfg.trainer.grpo.max_steps
 
     def finish_step(self, metrics: Metrics) -> None:
@@ -167,9 +167,9 @@ class Trainer:
         self.records.log(metrics)  # before the checkpoint, which records the length of metrics.jsonl
         self.progress.unfinished = None
         requests = self.control.pending(step)
-        due = self.resets.due(metrics)  # after the log, whose lines the rules use
-        tries = self.trials.begin(step, due)
-        if reason := reset_reason(requests, None if self.trials.on else due):
+        asked = self.resets.reason(metrics)  # after the log, whose lines the rules use
+        tries = self.trials.begin(step, asked)
+        if reason := reset_reason(requests, None if self.trials.on else asked):
             self.trials.end_by_request(step)
             with self.watchdog.watch(step, "reset"):
                 self.resets.perform(step, reason, self.checkpoints)  # includes a checkpoint

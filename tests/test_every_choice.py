@@ -152,7 +152,7 @@ def _mode(cfg: DictConfig, folder: Path) -> Any:
     for step in range(1, 121):
         metrics = Metrics(step, "none")
         metrics.put("kl", _spike(step)["kl"])
-        reasons.append(parts.resets.due(metrics))
+        reasons.append(parts.resets.reason(metrics))
         stops.append(parts.resets.stop)
         tried.append(trials.begin(step, reasons[-1]))
     alarms = [event for event in parts.records.events() if event["event"] == "alarm"]

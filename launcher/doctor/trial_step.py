@@ -205,7 +205,7 @@ def judge(outcome: TrialOutcome, sizes: "PreflightSizes", trial: DictConfig, mem
         trial: the configuration of the trial.
         memory: the planned memory of that configuration.
     """
-    parts = parts_of(outcome.ranks)
+    parts = ended_parts(outcome.ranks)
     for part, facts in parts.items():
         yield Check("preflight", "pass", describe_part(part, facts))
     if outcome.failures:
@@ -217,7 +217,7 @@ def judge(outcome: TrialOutcome, sizes: "PreflightSizes", trial: DictConfig, mem
     yield Check("preflight", "pass", estimate(parts, sizes))
 
 
-def parts_of(ranks: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+def ended_parts(ranks: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
     """Return {name: facts} of the parts of the trial that all ranks have finished.
 
     Each fact is the largest number of any rank; only `gpu_free` is the smallest.

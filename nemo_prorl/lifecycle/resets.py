@@ -105,7 +105,7 @@ class Resets:
 
     # --- decision ------------------------------------------------------------------------------------------------
 
-    def due(self, metrics: Metrics) -> str | None:
+    def reason(self, metrics: Metrics) -> str | None:
         """Return the reason for a reset after this step's updates, or None.  A collective, called once per step."""
         line, scores = metrics.as_json(), self.validation.scores.get(metrics.step)
         findings = self.history.call(lambda history: self._observe(history, line, scores))

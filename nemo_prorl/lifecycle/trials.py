@@ -87,7 +87,7 @@ class Trials:
             self._note_end(trial, step, result)
             self.leader.call(lambda: retention.remove(retention.complete(self._folder(trial["step"]) / "none")))
 
-    def turn(self, step: int) -> None:
+    def change_arm(self, step: int) -> None:
         """After `step`: at the end of an arm, go back for the other arm, or continue from the winner."""
         if (trial := self._running) is None:
             return

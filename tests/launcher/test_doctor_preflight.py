@@ -94,7 +94,7 @@ def test_a_part_counts_when_all_ranks_ended_it_and_the_worst_of_them_is_told() -
         [*end("build", 2.0, gpu_peak=5 * GB, gpu_free=9 * GB), *end("update", 1.0), begin("checkpoint")],
         [*end("build", 3.0, gpu_peak=4 * GB, gpu_free=8 * GB), begin("update")],
     ]
-    parts = trial_step.parts_of(ranks)
+    parts = trial_step.ended_parts(ranks)
     assert parts == {"build": {"seconds": 3.0, "host_peak": GB, "gpu_peak": 5 * GB, "gpu_free": 8 * GB}}
     assert (
         trial_step.describe_part("build", parts["build"])

@@ -21,7 +21,7 @@ def test_only_auto_resets(mode: str, alarms: int, asks: bool, tmp_path: Path, mo
 
     monkeypatch.setattr(resets, "decide", all_rules)
     parts = Parts(tmp_path / "run", ResetsConfig(mode=mode))
-    assert parts.resets.due(Metrics(1, "none")) == ("kl_spike: KL" if asks else None)
+    assert parts.resets.reason(Metrics(1, "none")) == ("kl_spike: KL" if asks else None)
     told = [event["what"] for event in parts.records.events() if event["event"] == "alarm"]
     assert told == ["kl_spike: KL", "length: long"][:alarms]
     assert parts.resets.state_dict()["done"] == []

@@ -52,7 +52,7 @@ class Run:
                 self.parts.validation.scores[step] = {**scores, "all": {"mean": 0.0}}  # type: ignore[typeddict-item]
                 self.parts.records.event("validation", step, **scores)
             self.parts.records.log(metrics)
-            if reason := self.parts.resets.due(metrics):
+            if reason := self.parts.resets.reason(metrics):
                 self.parts.resets.perform(step, reason, NoCheckpoints())
 
     def state(self) -> dict[str, Any]:

@@ -688,7 +688,7 @@ def test_supervisors_that_never_begin_are_a_failed_attempt(cluster: Cluster) -> 
 
 
 def test_the_only_supervisor_that_does_not_begin_names_the_node_to_blame(cluster: Cluster) -> None:
-    cluster.code += "put('_REACH_S', 1.0)\n"
+    cluster.code += "put('_REACH_S', 3.0)\n"
     cluster.run([{"code": 0, "deaf": "b"}, {"code": 0}])
     lines = [json.loads(line) for line in (cluster.folder / "run" / "launches.jsonl").read_text().splitlines()]
     assert (lines[1]["host"], lines[1]["next"]) == ("b", "again")

@@ -16,7 +16,7 @@ def explained(found: Reading, base: str, k: int) -> str:
     tries = f"{k} {'try' if k == 1 else 'tries'}"
     return {
         "new solutions": f"solves more prompts in {tries} than {base}: new solutions",
-        "sharpened": f"is right more often at the first try, but {base} solves as many prompts in {tries}: sharpened",
+        "sharpened": f"is right more often than {base} at the first try; in {tries}, no difference is seen: sharpened",
         "narrowed": f"is right more often at the first try, but {base} solves more prompts in {tries}: narrowed",
         "worse": f"is right less often than {base}: worse",
         "closer": f"has a higher mean reward than {base}, but is not right more often: closer",

@@ -9,7 +9,7 @@ generated beforehand, so that engines take no time.  Seconds of a step are split
     collectives  calls of torch.distributed outside of the schedule, including the wait for slower ranks; also the rows
                  of a step that rank 0 sends to the other ranks (`DataRanks`)
     optimizer    Adam, norms and clipping
-    framework    the rest: batches, micro-batches, advantages, diagnostics, the reference's swap, publication
+    framework    the rest: batches, micro-batches, advantages, diagnostics, the reference's swap, publication, ledger
 
 CPU seconds are those of a rank's process.  With more ranks than cores the ranks take turns, so that wall time rises;
 CPU time would stay equal if caches were not shared.
@@ -94,9 +94,10 @@ class MadeUpRollouts:
         return judged.for_ranks(self._updates, self._policy.data_ranks.size)
 
 
-def trainer_of(cfg: Any, policy: Any, store: Any, groups: list[Any]) -> Any:
-    """Return a trainer with made-up rollouts, which saves, validates and resets nothing."""
+def trainer_of(cfg: Any, policy: Any, store: Any, groups: list[Any], out: Path) -> Any:
+    """Return a trainer with made-up rollouts and a real ledger, which saves, validates and resets nothing."""
     from nemo_prorl.leader import Leader
+    from nemo_prorl.lifecycle.ledger import Ledger
     from nemo_prorl.trainer import RunProgress, Trainer
 
     leader = Leader(cfg.trainer.deadlines, policy.data_ranks.rank)
@@ -105,7 +106,7 @@ def trainer_of(cfg: Any, policy: Any, store: Any, groups: list[Any]) -> Any:
     records: Any = SimpleNamespace(alarm=lambda step, what: None)
     speed: Any = SimpleNamespace(metrics=lambda tokens, squares, seconds: {})
     none: Any = None
-    ledger: Any = SimpleNamespace(**dict.fromkeys(("begin", "responses", "update", "end"), lambda *_, **named: None))
+    ledger = Ledger(out, leader.rank == 0, policy)
     parts = (rollouts, none, resets, none, none, none, records, none, none, speed, none, none, leader, ledger)
     return Trainer(cfg, policy, RunProgress(), *parts)
 
@@ -146,7 +147,7 @@ def one_rank(folder: Path, rows: int, steps: int, out: Path) -> None:
     cfg = load([f"trainer.devices={world}", f"trainer.grpo.prompts_per_step={world * rows // GROUP}"])
     policy = build_actor(cfg, folder).actor
     store = WeightStore(out / "store") if rank == 0 else None
-    trainer = trainer_of(cfg, policy, store, groups_of(world, rows, policy.shape.vocab) if rank == 0 else [])
+    trainer = trainer_of(cfg, policy, store, groups_of(world, rows, policy.shape.vocab) if rank == 0 else [], out)
     actor: Any = importlib.import_module("nemo_prorl.policy.actor")
 
     clock = Clock()

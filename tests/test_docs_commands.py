@@ -66,6 +66,7 @@ HERE = {  # in this process, on files made for it
 WHOLE = {"prorl doctor", "prorl probe", "prorl evaluate", "prorl watch", "prorl control", "report --serve"}
 ELSEWHERE = {  # why not here
     "paper.md": "tests/paper/test_miniature.py walks the page's commands in their order",
+    "evaluate paper": "tests/paper/test_miniature.py measures the paper's benchmarks and makes its table",
     "hf": "tests/data/test_prepare_hub.py holds the message that has this command",
     "own_benchmark.md": "tests/evaluation/test_own_benchmark.py walks the page's commands in their order",
     "fork.md": "tests/launcher/test_fork.py::test_equal_arms_are_equal_to_the_bit forks a whole run",
@@ -97,6 +98,8 @@ def way_of(page: str, words: Words) -> str:
         return Path(words[1]).name
     if words[1:3] == ["rewards", "score"]:
         return "rewards score"
+    if words[1] == "evaluate" and "paper" in words:
+        return "evaluate paper"
     if program == "prorl" and "--serve" in words:
         return "report --serve"
     return f"prorl {words[1]}" if program == "prorl" else program

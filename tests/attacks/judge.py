@@ -21,9 +21,11 @@ def request_of(case: dict[str, Any]) -> RewardRequest:
     return RewardRequest(case["id"], "code", "", truth, f"```python\n{case['code']}\n```", True)
 
 
-def answer(future: "asyncio.Future[dict[str, Any]]") -> None:
-    verdict = future.result()
-    sys.stdout.write(json.dumps({name: verdict[name] for name in ("id", "score", "failure")}) + "\n")
+async def answer(service: RewardService, case: dict[str, Any]) -> None:
+    """Judge one case, again if the machine failed, as in a run; the runner shows the detail beside a wrong score."""
+    verdict = await service.judge(request_of(case))
+    why = f"{verdict['failure']}: {verdict['detail']}"
+    sys.stdout.write(json.dumps({"id": verdict["id"], "score": verdict["score"], "failure": why}) + "\n")
     sys.stdout.flush()
 
 
@@ -32,13 +34,10 @@ async def main(workers: int, settings: dict[str, float]) -> None:
     registry = discover()
     service = RewardService(pool_specs(registry, ["code"], workers, {"code": settings}), registry)
     await service.start()
-    open_requests = []
     try:
-        while line := await asyncio.to_thread(sys.stdin.readline):
-            future = service.submit(request_of(json.loads(line)))
-            future.add_done_callback(answer)
-            open_requests.append(future)
-        await asyncio.gather(*open_requests)
+        async with asyncio.TaskGroup() as answers:
+            while line := await asyncio.to_thread(sys.stdin.readline):
+                answers.create_task(answer(service, json.loads(line)))
     finally:
         await service.close()
 

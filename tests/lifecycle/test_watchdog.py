@@ -161,7 +161,7 @@ def test_the_trainer_watches_a_step_without_what_follows(tmp_path: Path) -> None
     rollouts: Any = SimpleNamespace(await_next=lambda metrics: None)
     traces: Any = SimpleNamespace(step=lambda step: nullcontext())
     dog = watchdog(tmp_path, alarms)
-    trials: Any = SimpleNamespace(turn=lambda step: None)
+    trials: Any = SimpleNamespace(change_arm=lambda step: None)
     Steps(cfg, no, progress, rollouts, no, no, trials, no, no, no, no, no, no, traces, dog, no, no).train()
     assert [step for step, _ in alarms] == [4]
 
@@ -183,7 +183,7 @@ def test_the_trainer_watches_what_follows_a_step(reset: str | None, kinds: list[
 
     no: Any = None
     due: Any = SimpleNamespace(due=lambda step: True, save=lambda step, wait: None)
-    resets: Any = SimpleNamespace(due=lambda metrics: reset, perform=lambda *given: None, stop=None)
+    resets: Any = SimpleNamespace(reason=lambda metrics: reset, perform=lambda *given: None, stop=None)
     control: Any = SimpleNamespace(pending=lambda step: [], serve=lambda *given: None)
     records: Any = SimpleNamespace(log=lambda metrics: None)
     dog: Any = SimpleNamespace(watch=watch)

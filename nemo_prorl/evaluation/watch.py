@@ -62,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
     command = [sys.executable, "-m", "nemo_prorl.cli", "evaluate", str(args.run), *args.overrides]
     command += ["--benchmarks", args.benchmarks, *options]
     failed: dict[int, int] = {}
+    if not has_ended(args.run):
+        _log.info("this ends once %s has made all its steps; a stopped run is waited for until it goes on", args.run)
     while True:
         ended = has_ended(args.run)  # before the look for checkpoints: the last one is written earlier
         due = [step for step in missing(args.run, args.every) if failed.get(step, 0) < _TRIES]

@@ -65,6 +65,21 @@ def test_each_checkpoint_is_evaluated_once_the_oldest_first(run: Path) -> None:
     assert [step for step, _ in watch.results(run)] == [10, 20, 30]
 
 
+def test_a_run_that_has_steps_left_is_waited_for(
+    run: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run / "summary.json").write_text(json.dumps({"finished": False, "step": 20}))
+    caplog.set_level("INFO")
+    monkeypatch.setattr(
+        "nemo_prorl.evaluation.watch.time.sleep", lambda _: (run / "summary.json").write_text('{"finished": true}')
+    )
+    assert main(["watch", str(run), "--benchmarks", "gcd"]) == 0
+    assert f"this ends once {run} has made all its steps; a stopped run is waited for" in caplog.text
+    caplog.clear()
+    assert main(["watch", str(run), "--benchmarks", "gcd"]) == 0
+    assert "this ends once" not in caplog.text
+
+
 def test_the_report_draws_them(run: Path) -> None:
     main(["watch", str(run), "--benchmarks", "gcd"])
     (run / "evaluations" / "step-odd").mkdir()

@@ -160,7 +160,7 @@ class Sandbox:
 
         Raises:
             SandboxFailure: The process cannot be restarted; both tries broke it, and a known program fails, too; or
-                the program waited over QUEUED_S for a busy CPU.
+                the program waited over QUEUED_S for a busy CPU, or to be compiled.
         """
         for _ in range(2):
             try:
@@ -462,7 +462,9 @@ class _ProgramRun:
         if child.compiled is False:
             return child.detail
         self._raise_if_broken(child)
-        return "compiling took too long" if child.killed in ("time", "idle") else "the compiler broke on it"
+        if child.killed == "idle":  # a compiler waits for nothing but the machine, such as a disk that stands still
+            raise SandboxFailure("the machine is too busy: a program waited too long to be compiled")
+        return "compiling took too long" if child.killed == "time" else "the compiler broke on it"
 
     def _take(self, child: _Child, first: int, count: int) -> int:
         """Record the results of a child's tests, up to a test that must run again in a new child.

@@ -223,6 +223,14 @@ def test_a_program_that_does_not_compile_is_refused_with_the_reason(more: dict[s
     assert done == ProgramRun((None,), ("not run",), refused=why)
 
 
+def test_a_machine_that_stands_still_while_it_compiles_is_not_the_program_s_fault() -> None:
+    idle: dict[str, Any] = {"compiled": None, "killed": "idle", "status": signal.SIGKILL}
+    done, asked = run(Children(child(None, **idle), child(GOOD)), 1)
+    assert (done.outputs, len(asked)) == ((b"right",), 2)
+    with pytest.raises(SandboxFailure, match="waited too long to be compiled"):
+        run(Children(child(None, **idle), child(None, **idle)), 1)
+
+
 @pytest.mark.parametrize(("style", "ended"), [("stdin", b""), ("assert", b""), ("call", None)])
 def test_a_test_without_output_printed_nothing_or_returned_nothing(style: str, ended: bytes | None) -> None:
     done, _ = run(Children(child((True, None, True))), 1, style)

@@ -98,7 +98,7 @@ def way_of(page: str, words: Words) -> str:
         return Path(words[1]).name
     if words[1:3] == ["rewards", "score"]:
         return "rewards score"
-    if words[1] == "evaluate" and "paper" in words:
+    if words[1:2] == ["evaluate"] and "paper" in words:
         return "evaluate paper"
     if program == "prorl" and "--serve" in words:
         return "report --serve"

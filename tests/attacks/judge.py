@@ -24,7 +24,7 @@ def request_of(case: dict[str, Any]) -> RewardRequest:
 async def answer(service: RewardService, case: dict[str, Any]) -> None:
     """Judge one case, again if the machine failed, as in a run; the runner shows the detail beside a wrong score."""
     verdict = await service.judge(request_of(case))
-    why = f"{verdict['failure']}: {verdict['detail']}"
+    why = None if verdict["score"] == 1.0 else f"{verdict['failure'] or 'judged'}: {verdict['detail']}"
     sys.stdout.write(json.dumps({"id": verdict["id"], "score": verdict["score"], "failure": why}) + "\n")
     sys.stdout.flush()
 

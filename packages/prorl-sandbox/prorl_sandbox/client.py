@@ -462,7 +462,7 @@ class _ProgramRun:
         if child.compiled is False:
             return child.detail
         self._raise_if_broken(child)
-        if child.killed == "idle":  # a compiler waits for nothing but the machine, such as a disk that stands still
+        if child.killed == "idle":  # the compiler waits only for the machine, such as for a disk that stands still
             raise SandboxFailure("the machine is too busy: a program waited too long to be compiled")
         return "compiling took too long" if child.killed == "time" else "the compiler broke on it"
 

@@ -1,6 +1,7 @@
 # make train     sets up the environments if needed, and runs the laptop job; repeated, it continues the job
 # make test      sets up the environments if needed, and runs the tests;  make test-all: the slow tests, too
 # make check     checks format, lint, spelling, import contracts and types, and runs the quick tests, in five minutes
+# make lint      the same without the tests
 # make mutate    breaks the code in small ways and lists what no quick test notices; takes hours, or ARGS="--sample 40"
 # make docs      builds the documentation into site/;  make docs-serve: serves it while you write
 # make gpu-evidence   measures kernels, actor, engine and whole steps on this machine's GPU
@@ -22,7 +23,7 @@ EVIDENCE_PYTHON ?= $(or $(wildcard .venv/train/bin/python),python3)
 GPU_WHEELS ?= .gpu-wheels
 GPU_PYTHON ?= python3.12
 
-.PHONY: setup train check docs docs-serve test test-all mutate gpu-evidence gpu-wheels clean
+.PHONY: setup train lint check docs docs-serve test test-all mutate gpu-evidence gpu-wheels clean
 
 setup:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 8))' 2>/dev/null || { \
@@ -38,12 +39,14 @@ train: setup
 # One worker more than cores, because many tests wait; at most four, because engines and ranks need memory.
 PYTEST := $(BIN)/python -m pytest --numprocesses=$(shell n=$$(nproc); echo $$((n < 4 ? n + 1 : 4)))
 
-check: setup
+lint: setup
 	@$(BIN)/ruff format --check
 	@$(BIN)/ruff check
 	@$(BIN)/codespell
 	@$(BIN)/lint-imports
 	@$(BIN)/mypy
+
+check: lint
 	@$(PYTEST) --dist=worksteal -m "not slow and not vllm and not nemo and not starts" $(ARGS)
 
 test: setup

@@ -90,9 +90,9 @@ def test_fields_of_a_form_have_a_name_and_a_kind(form: Path) -> None:
     assert len(names) == len(set(names))
 
 
-def test_local_hooks_are_those_of_the_inner_loop() -> None:
-    """The same programs as in `make check`; hooks that are fetched have a fixed version."""
-    inner_loop = (ROOT / "Makefile").read_text().split("\ncheck:")[1].split("\n\n")[0]
+def test_local_hooks_are_those_of_make_lint() -> None:
+    """The same programs as in `make lint`; hooks that are fetched have a fixed version."""
+    lint = (ROOT / "Makefile").read_text().split("\nlint:")[1].split("\n\n")[0]
     for repository in yaml.safe_load(HOOKS.read_text())["repos"]:
         if repository["repo"] != "local":
             assert re.fullmatch(r"v\d+\.\d+\.\d+", repository["rev"])
@@ -103,4 +103,4 @@ def test_local_hooks_are_those_of_the_inner_loop() -> None:
                 assert [word for word in words if word.endswith(".py") and not (ROOT / word).is_file()] == []
             else:
                 verb = f" {words[0]}" if program == "ruff" else ""
-                assert f"$(BIN)/{program}{verb}" in inner_loop
+                assert f"$(BIN)/{program}{verb}" in lint

@@ -20,6 +20,10 @@ bad node              a node that fails twice in a row or starts no program: the
 scancel               the job is not requeued: after SIGTERM this process starts nothing and sends Slurm no requests
 requeue by Slurm      if Slurm has started the job elsewhere, this process ends
 
+The node to blame is the one that srun names (`Step.result`); otherwise one whose supervisor reported a failed process
+(`Peers.agree`; a lost node reports nothing, and only the message names it); otherwise one that starts no program.  A
+lost node that none of these finds is found in the next attempt: its supervisor does not begin (`Driver._missing`).
+
 RUN/launches.jsonl records the beginning and the end of each attempt.  Standard library only, Python 3.9 at least: this
 process runs on the host, outside the container that the run may use.
 """

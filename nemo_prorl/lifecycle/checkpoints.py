@@ -1,9 +1,8 @@
 """Checkpoints of a run: the policy in Megatron's format, named parts in state.json, and groups of responses.
 
-A part is any object with `state_dict` and `load_state_dict`; `rank.build` names all parts.  The parts `prompts` and
-`rollouts` also have `begin_stage`, and the rollouts `groups`, the responses that wait for a later step.
-`policy.checkpoint_files` lists the files of a checkpoint and their writers.  All trainer ranks must
-call the methods of `Checkpoints` together.
+A part is any object with `state_dict` and `load_state_dict`; `rank.build` names them.  `prompts` and `rollouts` also
+have `begin_stage`, and the rollouts `groups`, the responses that wait for a later step.  `policy.checkpoint_files`
+lists the files and the parts.  All trainer ranks must call the methods of `Checkpoints` together.
 """
 
 import logging

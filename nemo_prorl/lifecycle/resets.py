@@ -1,11 +1,13 @@
 """Decides on hard resets, makes them and checks them (paper sec. 3.3.1).
 
 A hard reset makes the policy the new reference (pi_ref <- pi_theta) and resets the optimizer (`trainer.resets.parts`).
-`Resets.perform` does it as one transaction, called by the trainer after a step, by `rank.begin_stage` at the start of a
-stage, and by `lifecycle.trials` for the arm with the reset: write `reset_intent` into the journal, reset reference and
-optimizer, write a checkpoint.  The reset is done when that checkpoint is complete; `reset_commit` in the journal only
-records it.  A run killed before that continues from the previous checkpoint and makes the same reset again.  A run
-killed afterwards finds the reset in the checkpoint, and `settle` adds `reset_commit`.
+`Resets.perform` does it as one transaction: write `reset_intent` into the journal, reset reference and optimizer, write
+a checkpoint.  The reset is committed once that checkpoint has its final name (`retention.put_in_place`); `reset_commit`
+in the journal only records it.  A run killed before that continues from the previous checkpoint and makes the same
+reset again.  A run killed afterwards finds the reset in the checkpoint, and `settle` adds `reset_commit`.
+
+`Trainer.finish_step` begins a reset if the rules (`Resets.reason`) or a user's request (`reset_reason`) give a reason;
+`rank.begin_stage` at the start of a stage; and `lifecycle.trials` for the arm with the reset.
 """
 
 import logging
@@ -138,7 +140,7 @@ class Resets:
         self.records.event("reset_intent", step, reason=reason)
         killpoint("reset:intent")
         if back_to is not None:
-            self.rollouts.discard()  # step count and data position continue; groups of the bad weights are dropped
+            self.rollouts.discard()  # step count and data position continue; the surplus of the bad weights is lost
         self._reset_policy(back_to, checkpoints.load_policy)
         reset: Reset = {"step": step, "reason": reason, "reference_sha256": self.policy.reference_sha256()}
         if back_to is not None:

@@ -106,12 +106,9 @@ def _based(tree: Any, path: Path, *folders: Path) -> dict[str, Any]:
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    both = {key: _merged(below[key], value) for key, value in above.items() if _are_mappings(below.get(key), value)}
+    pairs = {key: (below[key], value) for key, value in above.items() if key in below}
+    both = {key: _merged(*pair) for key, pair in pairs.items() if all(isinstance(one, dict) for one in pair)}
     return below | above | both
-
-
-def _are_mappings(*values: Any) -> bool:
-    return all(isinstance(value, dict) for value in values)
 
 
 def _leaves(tree: dict[str, Any], over: Mapping[str, Any] | None = None) -> Iterator[tuple[str, Any]]:

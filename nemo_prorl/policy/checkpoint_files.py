@@ -7,7 +7,9 @@ checkpoints/step-000040/        complete once it has this name; written as step-
     groups.safetensors          rank 0: the groups that wait for a later step (rollout/group_arrays.py)
     state.json                  rank 0: format; sha256 of weights, reference and (`files`) groups; step, stage, version
                                 of this package, hashes of its code and of the user's functions (`Checkpoints._save`);
-                                the state of each part of the run (`rank.build` names the parts)
+                                and the state of the run's parts: trainer (step), records (length of metrics.jsonl),
+                                validation (held-out scores), resets (made, found, on trial), prompts (position in the
+                                data), rollouts (keep rates, groups that wait), entropy (coefficient of its bonus)
 
 A checkpoint made by `prorl import-hf` has weights only: its state.json has no parts, but `imported_from`, and the
 folder hf/ has the model's config.json and tokenizer.

@@ -76,8 +76,9 @@ class StoredStep:
         for number, known in sorted(logprobs.items()):
             group, _ = self.responses[number]
             found.setdefault(group.draw_index, []).append(self._response(number, known))
+        heading = "draw {0.draw_index}, {0.task} {0.prompt_id}: mean score {0.mean_reward:.3g}"
         return [
-            ShownGroup(group.draw_index, _heading(group), self._tokenizer.decode(group.prompt_ids), found[draw])
+            ShownGroup(draw, heading.format(group), self._tokenizer.decode(group.prompt_ids), found[draw])
             for group in self.groups
             if (draw := group.draw_index) in found
         ]
@@ -91,10 +92,6 @@ class StoredStep:
         heading += "" if response.finished else ", cut off"
         tokens = [self._tokenizer.decode([token]) for token in response.token_ids]
         return ShownResponse(heading, verdict["detail"], tokens, logprobs)
-
-
-def _heading(group: Group) -> str:
-    return f"draw {group.draw_index}, {group.task} {group.prompt_id}: mean score {group.mean_reward:.3g}"
 
 
 def gap_in_words(logprobs: Logprobs) -> str:

@@ -4,11 +4,13 @@
                                                                                               |
                               in draw order, until the batch is full: `_decide`  <------------+
                                               |                   |                           |
-       no signal, or fewer than 2 verdicts    |                   |                           |  the batch is full
+         no signal, or fewer than 2 scores    |                   |                           |  the batch is full
                                               v                   v                           v
                                            DROPPED      KEPT, in the batch                 SURPLUS
 
-After a DROPPED group another prompt may be drawn; without dynamic sampling, groups without a signal are kept, too.
+A group has a signal if its rewards differ by more than `dynamic_sampling.tolerance`.  A verdict may be without a score
+(`_can_teach`; a group of one response needs one).  After a DROPPED group another prompt may be drawn; without dynamic
+sampling, groups without a signal are kept, too.
 The SURPLUS is decided first in the next step.  It is lost before that if it is too old then
 (`dynamic_sampling.max_staleness`), at a roll-back (`discard`), and at a new stage, which begins without it.
 

@@ -6,8 +6,8 @@ checkpoints/step-000040/        complete once it has this name; written as step-
     rng-RANK.pt                 each rank: its random states
     groups.safetensors          rank 0: the groups that wait for a later step (rollout/group_arrays.py)
     state.json                  rank 0: format; sha256 of weights, reference and (`files`) groups; step, stage, version
-                                of this package, hashes of its code and of the user's functions (`Checkpoints._save`);
-                                and the state of the run's parts: trainer (step), records (length of metrics.jsonl),
+                                of this package, hashes of its code and the user's functions (lifecycle/checkpoints.py);
+                                the run's parts (`build` in rank.py): trainer (step), records (length of metrics.jsonl),
                                 validation (held-out scores), resets (made, found, on trial), prompts (position in the
                                 data), rollouts (keep rates, groups that wait), entropy (coefficient of its bonus)
 

@@ -29,7 +29,7 @@ _AS_USER = [
 def attack(cases: Path, judge: list[str], *options: str) -> subprocess.CompletedProcess[str]:
     """What the runner of the programs says of a judge."""
     runner = [sys.executable, str(GIVEN / "run_attacks.py"), "--cases", str(cases), "--in-flight", str(_AT_ONCE)]
-    runner += ["--slack", "15"]  # of a busy machine's waiting, which the judge does not count
+    runner += ["--slack", "60"]  # of a busy machine's waiting, which the judge does not count, and of a second try
     return subprocess.run(
         [*runner, "--judge", " ".join(judge), *options],
         capture_output=True,

@@ -239,12 +239,16 @@ def connect(
     for pattern, count in (("rewards-*.json", cfg.trainer.num_nodes), ("engine-*.json", cfg.rollout.engines)):
         what = f"{count} x {endpoints / pattern} (trainer.deadlines.startup_s; a busy machine needs more)"
         what += f"; see {run_dir / 'logs'}"
-        Deadline(seconds, what).wait_until(lambda files=pattern, n=count: len(list(endpoints.glob(files))) >= n)
+        Deadline(seconds, what).wait_until(partial(_exist, endpoints, pattern, count))
     _log.info("ready: rollout engines: %d, reward servers: %d", cfg.rollout.engines, cfg.trainer.num_nodes)
     engines = EnginePool(endpoints, read_token(token_file), cfg.rollout.engines)
     kind = OneStepOff if cfg.rollout.own_devices else Collector
     rewards = RewardClient(endpoints, token_file)
     return kind(cfg, engines, rewards, blend, renderer, canaries=canaries, second=second)
+
+
+def _exist(folder: Path, pattern: str, count: int) -> bool:
+    return len(list(folder.glob(pattern))) >= count
 
 
 def begin(trainer: Trainer, run_dir: Path) -> None:

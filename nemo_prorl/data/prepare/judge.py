@@ -151,17 +151,14 @@ def read_cache(path: Path) -> dict[str, Judgement]:
 def request_of(draft: Draft, options: JudgeOptions) -> dict[str, Any]:
     """Return the body of the request for a draft's two solutions."""
     texts = {"problem": draft.question, "reference": draft.reference, "candidate": draft.candidate}
-    content = _JUDGE_PROMPT.format(**{name: _ending(text) for name, text in texts.items()})
+    ends = {name: text if len(text) <= _MOST_CHARS else f"[...]{text[-_MOST_CHARS:]}" for name, text in texts.items()}
+    content = _JUDGE_PROMPT.format(**ends)
     return {
         "model": options.model,
         "messages": [{"role": "user", "content": content}],
         "temperature": 0.0,
         "max_tokens": options.max_tokens,
     }
-
-
-def _ending(text: str) -> str:
-    return text if len(text) <= _MOST_CHARS else f"[...]{text[-_MOST_CHARS:]}"
 
 
 def key_of(request: dict[str, Any]) -> str:

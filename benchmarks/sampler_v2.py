@@ -245,9 +245,9 @@ def main() -> int:
     args = parser.parse_args()
     if args.inside:
         return 0 if check(args.rows) else 1
-    for path, cure in ((ROLLOUT, "make setup"), (TRITON, "python3.11 setup/environments.py --only triton")):
+    for path, fix in ((ROLLOUT, "make setup"), (TRITON, "python3.11 setup/environments.py --only triton")):
         if not path.exists():
-            raise SystemExit(f"{path} does not exist. Fix: {cure}")
+            raise SystemExit(f"{path} does not exist. Fix: {fix}")
     variables = {"PYTHONPATH": f"{ROOT}{os.pathsep}{TRITON}", "TRITON_INTERPRET": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     sys.stdout.write(f"{describe()}\n")
     sys.stdout.flush()

@@ -136,9 +136,9 @@ def locked(run_dir: Path, wait_s: float = 0.0) -> Iterator[None]:
                     file.seek(0)
                     holder = file.read().strip()
                     text = f"run_dir={run_dir} is in use by another process{f': {holder}' if holder else ''}"
-                    cure = f". Fix: wait for its end{_stopping(holder)}, or set run_dir to another folder"
+                    fix = f". Fix: wait for its end{_stopping(holder)}, or set run_dir to another folder"
                     waited = f", still after {wait_s:g} s" if wait_s else ""
-                    raise (StillInUse if wait_s else ConfigError)(f"{text}{waited}{cure}") from error
+                    raise (StillInUse if wait_s else ConfigError)(f"{text}{waited}{fix}") from error
                 time.sleep(0.5)
         file.truncate(0)
         job = os.environ.get("SLURM_JOB_ID")

@@ -49,7 +49,7 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
         raise ConfigError(fault)
     for check in check_storage(cfg):
         if check.state == "fail":  # an estimate, so it does not refuse the run
-            _log.warning("%s: %s. Fix: %s", check.name, check.text, check.cure)
+            _log.warning("%s: %s. Fix: %s", check.name, check.text, check.fix)
     every_task, validation = load_sources(cfg.data)
     train = of_tasks(every_task, cfg.data)
     _warn_of_repeats(sum(len(records) for _, records in train), cfg.trainer.grpo.prompts_per_step)
@@ -203,6 +203,6 @@ def check_node(cfg: DictConfig, trains: bool = True) -> None:
         )
     failed = [check for check in check_node_gpus(cfg, os.environ, python, trains) if check.state == "fail"]
     if failed:
-        raise UnfitMachine("\n".join(f"{check.name}: {check.text}. Fix: {check.cure}" for check in failed))
+        raise UnfitMachine("\n".join(f"{check.name}: {check.text}. Fix: {check.fix}" for check in failed))
     Cores.of(cfg, os.sched_getaffinity(0))
     cache_folder(os.environ)

@@ -52,7 +52,7 @@ from nemo_prorl.launcher.srun_step import Step  # noqa: E402
 from nemo_prorl.launcher.submission import Submission, arguments  # noqa: E402
 
 STOPPED, _UNFIT = StoppedCleanly.exit_code, UnfitMachine.exit_code
-_WRONG = (ConfigError.exit_code, DataError.exit_code)  # exit codes of what no other node would mend
+_WRONG = (ConfigError.exit_code, DataError.exit_code)  # exit codes of what no other node would fix
 # Limit of attempts in a row without a new checkpoint, also counting those that preemption or Slurm ended, in multiples
 # of launch.attempts.
 _ALL_ATTEMPTS = 10

@@ -1,4 +1,4 @@
-"""Warnings about a configuration that a run accepts, but that is probably a mistake: each names key, value and cure.
+"""Warnings about a configuration that a run accepts, but that is probably a mistake: each names key, value and fix.
 
 `checks` refuses what cannot work for any number of steps.  What has no effect within `max_steps` is only a warning,
 because a continued run may raise it; so is a number far outside what is published, because somebody may try it.
@@ -280,11 +280,11 @@ def _cut_rises(cfg: DictConfig, made: int, done: list[dict[str, Any]]) -> Iterat
         given = f"{key}={value:g}" + (f" ({rise} steps)" if value != rise else "")
         whose = f"after the reset of step {start}" if start else "at the start"
         ends = "the next reset" if end < steps else f"the last step (trainer.grpo.max_steps={steps})"
-        cure = f"trainer.resets.lr_warmup_steps={distance} or less" if of_reset else f"at most {distance} steps"
-        cure = "" if made else f"{cure}, or "  # a continued run may not change these keys
+        fix = f"trainer.resets.lr_warmup_steps={distance} or less" if of_reset else f"at most {distance} steps"
+        fix = "" if made else f"{fix}, or "  # a continued run may not change these keys
         yield (
             f"{given}: the learning rate that rises {whose} does not reach its full value, because {ends} comes"
-            f" {distance} step{'' if distance == 1 else 's'} later. Fix: {cure}resets at other steps"
+            f" {distance} step{'' if distance == 1 else 's'} later. Fix: {fix}resets at other steps"
         )
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 DAMAGED = ".damaged"  # suffix of the folder of a checkpoint that was set aside
 # The end of a message about responses without a verdict.
-UNJUDGED = "Fix: mend the reward function (docs/howto/reward_function.md) or the reward server, and start again"
+UNJUDGED = "Fix: correct the reward function (docs/howto/reward_function.md) or the reward server, and start again"
 
 
 class ProrlError(Exception):

@@ -37,8 +37,8 @@ _SET = {
 
 def adapter_fault(key: str) -> str | None:
     """Return that LoRA and other adapters are not supported, if a key asks for one."""
-    cure = "Fix: leave the key out; if memory is short, more GPUs or a smaller model"
-    return f"adapters such as LoRA are not supported; all weights are trained. {cure}" if _ADAPTER.search(key) else None
+    fix = "Fix: leave the key out; if memory is short, more GPUs or a smaller model"
+    return f"adapters such as LoRA are not supported; all weights are trained. {fix}" if _ADAPTER.search(key) else None
 
 
 @functools.lru_cache
@@ -75,5 +75,5 @@ def check_model_keys(cfg: DictConfig) -> Iterator[tuple[str, str]]:
             yield key, f"the run sets it. Fix: {_SET[name]} instead"
         if not is_read(key):
             near = difflib.get_close_matches(last, _read_by_nemo() | _own_model_keys(), n=1, cutoff=0.75)
-            cure = f"{key.removesuffix(last)}{near[0]} instead" if near else "leave it out"
-            yield key, f"neither NeMo nor this project reads this key. Fix: {cure}"
+            fix = f"{key.removesuffix(last)}{near[0]} instead" if near else "leave it out"
+            yield key, f"neither NeMo nor this project reads this key. Fix: {fix}"

@@ -42,7 +42,7 @@ from nemo_prorl.migration.names import meant
 from nemo_prorl.nemo_keys import adapter_fault, is_read
 from nemo_prorl.rewards.functions import absolute
 from nemo_prorl.sizing.memory import is_small
-from nemo_prorl.value_types import cure, did_you_mean, kind_words, same_kind, shown, type_message
+from nemo_prorl.value_types import did_you_mean, kind_words, likely_fix, same_kind, shown, type_message
 
 _log = logging.getLogger(__name__)
 
@@ -404,7 +404,7 @@ def _apply(cfg: DictConfig, key: str, value: Any, add: bool) -> None:
     if nemo and node is not None and not same_kind(node, value):
         kind, like = type(node), "" if isinstance(node, DictConfig) else f", like the shipped value {node}"
         raise ConfigError(
-            f"{key}={shown(value)}: expected {kind_words(kind, False)}{like}{cure(key, value, kind, node)}"
+            f"{key}={shown(value)}: expected {kind_words(kind, False)}{like}{likely_fix(key, value, kind, node)}"
         )
     try:
         OmegaConf.update(cfg, key, value, force_add=_is_free(key))

@@ -53,11 +53,11 @@ def type_message(cfg: DictConfig, key: str, value: Any, error: OmegaConfBaseExce
     if child is None or isinstance(child, list):
         return f"{label}: {first_line(error)}"
     kind = child._metadata.ref_type
-    return f"{label}: expected {kind_words(kind, child._metadata.optional)}{cure(name, value, kind, child)}"
+    return f"{label}: expected {kind_words(kind, child._metadata.optional)}{likely_fix(name, value, kind, child)}"
 
 
-def cure(key: str, value: Any, kind: Any, node: Any) -> str:
-    """Return the likely cure for a value that is not of the `kind` of a key, whose value now is `node`; empty: none."""
+def likely_fix(key: str, value: Any, kind: Any, node: Any) -> str:
+    """Return the likely fix for a value that is not of the `kind` of a key, whose value now is `node`; empty: none."""
     fix = ""
     if isinstance(node, ListConfig) and isinstance(value, int | float):
         fix = f"{key}=[{value}]"

@@ -213,7 +213,7 @@ def alarm_texts() -> dict[str, str]:
     return found
 
 
-def test_every_alarm_has_a_cause_and_a_cure() -> None:
+def test_every_alarm_has_a_cause_and_a_fix() -> None:
     texts, told = alarm_texts(), (DOCS / "howto" / "alarms.md").read_text()
     assert sum(bool(text) for text in texts.values()) >= 7
     assert {where: text for where, text in texts.items() if text not in told} == {}
@@ -228,7 +228,7 @@ def line_of_the_rules() -> int:
     return next(number for number, line in enumerate(lines, 1) if ".alarm(metrics.step, str(finding))" in line)
 
 
-def test_every_error_of_the_package_has_a_cause_and_a_cure() -> None:
+def test_every_error_of_the_package_has_a_cause_and_a_fix() -> None:
     bases: dict[str, set[str]] = {}
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):

@@ -346,7 +346,9 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "tests/lifecycle/test_control.py::test_without_a_wait_it_returns_the_id": ("control --wait=0",),
     "tests/lifecycle/test_control.py::test_without_an_answer_the_request_stays": ("control --wait",),
     "tests/test_docs_commands.py::test_the_doctor_and_its_preflight": ("doctor --rows",),
-    "tests/evaluation/test_run.py::test_a_mended_scorer_judges_the_stored_responses_again": ("evaluate --judge-again",),
+    "tests/evaluation/test_run.py::test_a_corrected_scorer_judges_the_stored_responses_again": (
+        "evaluate --judge-again",
+    ),
     "tests/evaluation/test_paper.py::test_all_of_the_papers_benchmarks_in_one_command": ("evaluate --as",),
     "tests/evaluation/test_evaluate.py::test_with_real_engines_killed_resumed_and_done_again_by_its_manifest": (
         "evaluate --engines",

@@ -596,7 +596,7 @@ def test_exit_codes_are_those_of_the_errors() -> None:
     assert {str(kind.exit_code) for kind in classes} | {"0"} == set(rows)
 
 
-def test_every_error_class_has_a_cure() -> None:
+def test_every_error_class_has_a_fix() -> None:
     tree = ast.parse(source("errors.py"))
     names = {node.name for node in tree.body if isinstance(node, ast.ClassDef)} - {"ProrlError"}
     told = set(inline_code(ROOT / "docs" / "howto" / "errors.md"))

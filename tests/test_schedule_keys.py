@@ -1,4 +1,4 @@
-"""The keys of the learning rate's schedule: what is refused and with which cure, and what has which default."""
+"""The keys of the learning rate's schedule: what is refused and with which fix, and what has which default."""
 
 from pathlib import Path
 
@@ -44,7 +44,7 @@ SCHED = "model.optim.sched"
         (["model.optim.eps=-1"], ["model.optim.eps=-1", "at least 0"]),
     ],
 )
-def test_a_wrong_value_is_refused_with_key_value_and_cure(overrides: list[str], message: list[str]) -> None:
+def test_a_wrong_value_is_refused_with_key_value_and_fix(overrides: list[str], message: list[str]) -> None:
     with pytest.raises(ConfigError) as raised:
         settings.load(overrides)
     for part in message:

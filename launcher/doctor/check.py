@@ -13,15 +13,15 @@ _MARK = "PRORL "  # begins the line with a probe's answer, because libraries pri
 
 @dataclass(frozen=True)
 class Check:
-    """The result of a check: `state` is "pass", "warn" or "fail"; `cure` says how to fix a warning or a failure."""
+    """The result of a check: `state` is "pass", "warn" or "fail"; `fix` says how to fix a warning or a failure."""
 
     name: str
     state: str
     text: str
-    cure: str = ""
+    fix: str = ""
 
     def line(self) -> str:
-        return f"{self.state}  {self.name:<12} {self.text}" + (f"\n      {'':<12} {self.cure}" if self.cure else "")
+        return f"{self.state}  {self.name:<12} {self.text}" + (f"\n      {'':<12} {self.fix}" if self.fix else "")
 
 
 class NoAnswer(Exception):

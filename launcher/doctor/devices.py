@@ -44,7 +44,7 @@ except OSError:
     pass
 answer([version.value, status])
 """
-_UNFIT = {  # what cuInit returns, and the cure
+_UNFIT = {  # what cuInit returns, and the fix
     802: ("the GPUs' switches are not ready", "start nvidia-fabricmanager on the node"),
     803: (
         "the driver does not take the forward-compatibility libraries",
@@ -137,11 +137,11 @@ def check_node_gpus(
     try:
         gpus = visible(query(), environment)
     except (NoAnswer, ValueError) as error:
-        cure = (
+        fix = (
             "install NVIDIA's driver, or start the container with GPUs (--gpus all) and"
             " NVIDIA_DRIVER_CAPABILITIES=compute,utility; to run on a CPU: cluster=laptop"
         )
-        yield Check("gpus", "fail", f"trainer.accelerator=gpu: {error}", cure)
+        yield Check("gpus", "fail", f"trainer.accelerator=gpu: {error}", fix)
         return
     wanted, words = node_devices(cfg), devices_words(cfg)
     if not trains:
@@ -236,11 +236,11 @@ def judge_container(lacking: Sequence[str], release: str | None) -> Check:
         wrong.append("NVIDIA_PYTORCH_VERSION is not set")
     if not wrong:
         return Check("container", "pass", f"NVIDIA's PyTorch {release}")
-    cure = _IMAGE
+    fix = _IMAGE
     if list(lacking) == ["fused_weight_gradient_mlp_cuda"]:
-        cure = "build apex with --cuda_ext, or set model.gradient_accumulation_fusion=false"
+        fix = "build apex with --cuda_ext, or set model.gradient_accumulation_fusion=false"
     text = f"trainer.accelerator=gpu needs NVIDIA's container; in {sys.executable}: {', '.join(wrong)}"
-    return Check("container", "fail", text, cure)
+    return Check("container", "fail", text, fix)
 
 
 def judge_modes(gpus: Sequence[Gpu]) -> Check:
@@ -248,8 +248,8 @@ def judge_modes(gpus: Sequence[Gpu]) -> Check:
     closed = [f"{index}: {gpu.mode}" for index, gpu in enumerate(gpus) if gpu.mode.startswith(_CLOSED)]
     if closed:
         text = f"expected compute mode Default; got {', '.join(closed)}: at most one process may use each of these GPUs"
-        cure = "ask the administrator to run `nvidia-smi --compute-mode=0`, or to set the mode in Slurm's prolog"
-        return Check("compute mode", "fail", text, cure)
+        fix = "ask the administrator to run `nvidia-smi --compute-mode=0`, or to set the mode in Slurm's prolog"
+        return Check("compute mode", "fail", text, fix)
     return Check("compute mode", "pass", "Default")
 
 
@@ -263,24 +263,24 @@ def judge_driver(cuda: Mapping[str, tuple[str | None, Libcuda]], driver: str) ->
     said = [driver]
     for name, (version, libcuda) in cuda.items():
         if not libcuda.runs:
-            cure = "start the container with NVIDIA_DRIVER_CAPABILITIES=compute,utility, or install the driver"
-            return Check("driver", "fail", "libcuda.so.1 cannot be loaded", cure)
+            fix = "start the container with NVIDIA_DRIVER_CAPABILITIES=compute,utility, or install the driver"
+            return Check("driver", "fail", "libcuda.so.1 cannot be loaded", fix)
         newest = f"{libcuda.runs // 1000}.{libcuda.runs % 1000 // 10}"
         through = f" with the libraries in {libcuda.folder}" if libcuda.folder else ""
         if libcuda.status:
-            meaning, cure = _UNFIT.get(libcuda.status, ("an error of the driver", "see the log of the node's kernel"))
+            meaning, fix = _UNFIT.get(libcuda.status, ("an error of the driver", "see the log of the node's kernel"))
             text = f"{driver}: CUDA does not start in {name}{through}: error {libcuda.status}, {meaning}"
-            return Check("driver", "fail", text, cure)
+            return Check("driver", "fail", text, fix)
         if version is not None and (major := int(version.split(".")[0])) > libcuda.runs // 1000:
             text = f"torch of {name} is built for CUDA {version}; driver {driver} runs at most CUDA {newest}{through}"
-            cure = f"install driver {DRIVERS.get(major, 'of a newer branch')} or later"
+            fix = f"install driver {DRIVERS.get(major, 'of a newer branch')} or later"
             if name == ROLLOUT:
                 package = f"cuda-compat-{version.replace('.', '-')}"
-                cure += (
+                fix += (
                     f", or set PRORL_CUDA_COMPAT to the folder of NVIDIA's package {package}, which the image has"
                     " (data-centre GPUs with driver 535, 550 or 570; docs/howto/container.md)"
                 )
-            return Check("driver", "fail", text, cure)
+            return Check("driver", "fail", text, fix)
         said.append(f"CUDA {newest} in {name}{through}")
     return Check("driver", "pass", ", ".join(said))
 
@@ -323,8 +323,8 @@ def judge_gpus(gpus: Sequence[Gpu], wanted: int, needed_bytes: float | None, wor
     """
     names = ", ".join(f"{sum(g.name == n for g in gpus)} x {n}" for n in dict.fromkeys(g.name for g in gpus)) or "none"
     if len(gpus) < wanted:
-        cure = f"request {wanted} per node (--gpus-per-node), or set trainer.devices={len(gpus) or 1} and its layout"
-        yield Check("gpus", "fail", f"found {names}; the run needs {words}", cure)
+        fix = f"request {wanted} per node (--gpus-per-node), or set trainer.devices={len(gpus) or 1} and its layout"
+        yield Check("gpus", "fail", f"found {names}; the run needs {words}", fix)
         if not gpus:
             return
     else:
@@ -335,10 +335,8 @@ def judge_gpus(gpus: Sequence[Gpu], wanted: int, needed_bytes: float | None, wor
     least = min(gpu.memory for gpu in gpus)
     if needed_bytes is not None and least < needed_bytes:
         text = f"a GPU has {least / 1e9:.1f} GB of memory; rollout.device_memory_gb={needed_bytes / 1e9:g}"
-        cure = (
-            f"set rollout.device_memory_gb={_usable(least)}; doctor then names what does not fit and how to change it"
-        )
-        yield Check("gpus", "fail", text, cure)
+        fix = f"set rollout.device_memory_gb={_usable(least)}; doctor then names what does not fit and how to change it"
+        yield Check("gpus", "fail", text, fix)
     elif needed_bytes is not None and least > 1.1 * needed_bytes:
         text = (
             f"each GPU has {least / 1e9:.1f} GB of memory; the plan uses only"
@@ -346,8 +344,8 @@ def judge_gpus(gpus: Sequence[Gpu], wanted: int, needed_bytes: float | None, wor
         )
         yield Check("gpus", "warn", text, f"set rollout.device_memory_gb={_usable(least)} for a larger KV cache")
     if busy := [f"{index}: {gb(gpu.used)}" for index, gpu in enumerate(gpus) if gpu.used > IDLE_BYTES]:
-        cure = "end the processes that nvidia-smi lists, or exclude these GPUs with CUDA_VISIBLE_DEVICES"
-        yield Check("gpus", "warn", f"other programs use memory of GPUs ({', '.join(busy)})", cure)
+        fix = "end the processes that nvidia-smi lists, or exclude these GPUs with CUDA_VISIBLE_DEVICES"
+        yield Check("gpus", "warn", f"other programs use memory of GPUs ({', '.join(busy)})", fix)
 
 
 def _usable(size: int) -> int:
@@ -359,13 +357,11 @@ def judge_capability(gpus: Sequence[Gpu], fp8: str | None, bf16: bool) -> Check:
     least = min((gpu.capability for gpu in gpus), default=(0, 0))
     text = f"compute capability {least[0]}.{least[1]}: FP8 {'works' if least >= FP8 else 'does not work'}"
     if fp8 and least < FP8:
-        cure = "set model.fp8=null; FP8 needs 8.9 (Ada) or 9.0 (Hopper)"
-        return Check("precision", "fail", f"{text}; model.fp8={fp8}", cure)
+        fix = "set model.fp8=null; FP8 needs 8.9 (Ada) or 9.0 (Hopper)"
+        return Check("precision", "fail", f"{text}; model.fp8={fp8}", fix)
     if bf16 and least < BF16:
-        cure = (
-            "set trainer.precision=32, model.megatron_amp_O2=false and rollout.dtype=float32; bf16 needs 8.0 (Ampere)"
-        )
-        return Check("precision", "fail", f"{text}, and bf16 does not work", cure)
+        fix = "set trainer.precision=32, model.megatron_amp_O2=false and rollout.dtype=float32; bf16 needs 8.0 (Ampere)"
+        return Check("precision", "fail", f"{text}, and bf16 does not work", fix)
     return Check("precision", "pass", text)
 
 
@@ -381,8 +377,8 @@ def judge_layers(version: str, fp8: bool) -> Check:
             f"version {version} is older than the final 2.2.0: FP8 weights that it caches in a pass without gradients"
             " cannot be used in an update"
         )
-        cure = "update it, or set model.fp8=null; the actor drops these weights, but this has not been tested on a GPU"
-        return Check(name, "warn", text, cure)
+        fix = "update it, or set model.fp8=null; the actor drops these weights, but this has not been tested on a GPU"
+        return Check(name, "warn", text, fix)
     return Check(name, "pass", f"version {version}")
 
 
@@ -390,11 +386,9 @@ def judge_torch(name: str, facts: TorchFacts, wanted: int, words: str) -> Check:
     """Judge whether torch of an environment sees the GPUs.  `words`: the keys and values that determine `wanted`."""
     text = f"torch {facts.torch}, CUDA {facts.cuda}, sees {facts.gpus} GPUs"
     if facts.cuda is None:
-        cure = (
-            "install torch for CUDA into that environment: leave TORCH_INDEX empty, or set it to PyTorch's CUDA index"
-        )
-        return Check(name, "fail", f"torch {facts.torch} is a CPU build", cure)
+        fix = "install torch for CUDA into that environment: leave TORCH_INDEX empty, or set it to PyTorch's CUDA index"
+        return Check(name, "fail", f"torch {facts.torch} is a CPU build", fix)
     if facts.gpus < wanted:
-        cure = "compare CUDA_VISIBLE_DEVICES, the container's devices and `nvidia-smi` with trainer.devices"
-        return Check(name, "fail", f"{text}; the run needs {words}", cure)
+        fix = "compare CUDA_VISIBLE_DEVICES, the container's devices and `nvidia-smi` with trainer.devices"
+        return Check(name, "fail", f"{text}; the run needs {words}", fix)
     return Check(name, "pass", text)

@@ -46,8 +46,8 @@ def rollout(python: Path, on_gpu: bool) -> Check:
     try:
         installed = ask(str(python), _VLLM, seconds=60)
     except NoAnswer as error:
-        cure = "run `make setup`, or give another Python with --rollout-python (in a configuration: rollout.python)"
-        return Check("rollout", "fail", f"{python} does not work as a Python: {error}", cure)
+        fix = "run `make setup`, or give another Python with --rollout-python (in a configuration: rollout.python)"
+        return Check("rollout", "fail", f"{python} does not work as a Python: {error}", fix)
     return judge_vllm(installed, locked_version(_LOCK), on_gpu, str(python))
 
 
@@ -65,15 +65,15 @@ def judge_vllm(installed: dict[str, str], locked: str | None, on_gpu: bool, pyth
         locked: version in the lock file; None: no lock file.
     """
     if not installed:
-        cure = "run `make setup`, or give another Python: rollout.python"
-        return Check("rollout", "fail", f"vLLM is not installed for {python}", cure)
+        fix = "run `make setup`, or give another Python: rollout.python"
+        return Check("rollout", "fail", f"vLLM is not installed for {python}", fix)
     text = ", ".join(f"{name} {number}" for name, number in installed.items())
     if on_gpu and "vllm" not in installed:
-        cure = "install vLLM for CUDA into a separate environment, and give its Python: rollout.python"
-        return Check("rollout", "fail", f"trainer.accelerator=gpu: {text} does not support GPUs", cure)
+        fix = "install vLLM for CUDA into a separate environment, and give its Python: rollout.python"
+        return Check("rollout", "fail", f"trainer.accelerator=gpu: {text} does not support GPUs", fix)
     if locked is not None and all(number.split("+")[0] != locked.split("+")[0] for number in installed.values()):
-        cure = f"run `make setup`, or install {locked}: others are untested, and weight updates use vLLM's internals"
-        return Check("rollout", "warn", f"{text}; setup/rollout.lock requires {locked}", cure)
+        fix = f"run `make setup`, or install {locked}: others are untested, and weight updates use vLLM's internals"
+        return Check("rollout", "warn", f"{text}; setup/rollout.lock requires {locked}", fix)
     return Check("rollout", "pass", text)
 
 
@@ -89,8 +89,8 @@ def sandbox() -> Iterator[Check]:
     for tried in proofs:
         if not tried.holds:
             state = "fail" if best is None else "warn"
-            cure = "" if best else "allow user namespaces, or use Linux 5.13 or later"
-            yield Check("sandbox", state, tried.line(), cure)
+            fix = "" if best else "allow user namespaces, or use Linux 5.13 or later"
+            yield Check("sandbox", state, tried.line(), fix)
         elif tried is best:
             yield Check("sandbox", "warn" if tried.lacks else "pass", tried.line())
             return

@@ -70,11 +70,9 @@ def check_model(cfg: DictConfig) -> Iterator[Check]:
         fault = weights_fault(folder) or missing_weights(folder)
         generation = json.loads(generation_file.read_text()) if generation_file.is_file() else {}
     except (OSError, ValueError) as error:
-        cure = (
-            "choose the group of this model (model=...), or another folder; it must be a complete Hugging Face folder"
-        )
+        fix = "choose the group of this model (model=...), or another folder; it must be a complete Hugging Face folder"
         text, _, known = str(error).partition(". Fix: ")
-        yield Check("model", "fail", text, known or cure)
+        yield Check("model", "fail", text, known or fix)
         return
     if fault is not None:
         yield _failed("model", fault)
@@ -89,8 +87,8 @@ def check_model(cfg: DictConfig) -> Iterator[Check]:
     except NoAnswer as error:
         answer = {"error": str(error)}
     if "error" in answer:
-        cure = "copy the model's tokenizer files into the folder: tokenizer.json, tokenizer_config.json"
-        yield Check("tokenizer", "fail", f"{folder}: the tokenizer cannot be loaded: {answer['error']}", cure)
+        fix = "copy the model's tokenizer files into the folder: tokenizer.json, tokenizer_config.json"
+        yield Check("tokenizer", "fail", f"{folder}: the tokenizer cannot be loaded: {answer['error']}", fix)
         return
     facts = TokenizerFacts(**answer)
     yield judge_vocabulary(facts, config.get("vocab_size"))
@@ -109,9 +107,9 @@ def _failed(name: str, fault: str) -> Check:
 
 
 def _check(name: str, state: str, fault: str) -> Check:
-    """Return a check whose text is followed by its cure, as in the errors of other commands."""
-    text, _, cure = fault.partition(". Fix: ")
-    return Check(name, state, text, cure)
+    """Return a check whose text is followed by its fix, as in the errors of other commands."""
+    text, _, fix = fault.partition(". Fix: ")
+    return Check(name, state, text, fix)
 
 
 def judge_vocabulary(facts: TokenizerFacts, rows: Any) -> Check:
@@ -121,8 +119,8 @@ def judge_vocabulary(facts: TokenizerFacts, rows: Any) -> Check:
         return Check("tokenizer", "fail", text, "set vocab_size to the embedding's number of rows")
     text = f"ids below {facts.ids}, vocab_size {rows}"
     if facts.ids > rows:
-        cure = "use the model's own tokenizer: this one is another model's, or has tokens that the embedding lacks"
-        return Check("tokenizer", "fail", f"{text}: some ids have no row in the embedding", cure)
+        fix = "use the model's own tokenizer: this one is another model's, or has tokens that the embedding lacks"
+        return Check("tokenizer", "fail", f"{text}: some ids have no row in the embedding", fix)
     return Check("tokenizer", "pass", text)
 
 
@@ -133,12 +131,12 @@ def judge_eos(facts: TokenizerFacts, config: dict[str, Any], generation: dict[st
     text = f"the tokenizer's eos is {facts.eos}; that of"
     for file, content in (("config", config), ("generation_config", generation)):
         if (ids := _ids(content.get("eos_token_id"))) and facts.eos not in ids:
-            cure = "set both to the token that ends a response; a run ends a response only at the tokenizer's eos"
-            return Check("eos", "warn", f"{text} {file}.json is {_listed(ids)}", cure)
+            fix = "set both to the token that ends a response; a run ends a response only at the tokenizer's eos"
+            return Check("eos", "warn", f"{text} {file}.json is {_listed(ids)}", fix)
     if others := (_ids(config.get("eos_token_id")) | _ids(generation.get("eos_token_id"))) - {facts.eos}:
-        cure = "if the model ends its responses with the tokenizer's eos, do nothing: a run ends a response only there"
+        fix = "if the model ends its responses with the tokenizer's eos, do nothing: a run ends a response only there"
         text = f"the tokenizer's eos is {facts.eos}; the model's files also name {_listed(others)}"
-        return Check("eos", "warn", text, cure)
+        return Check("eos", "warn", text, fix)
     return Check("eos", "pass", f"{facts.eos} in the tokenizer and in the model's files")
 
 
@@ -186,8 +184,8 @@ def judge_chat(facts: TokenizerFacts, source: str | None, missing: int = 0) -> C
     if source is None:
         return Check("chat", "pass", "not needed: all prompts are strings")
     if not facts.chat and facts.end:
-        cure = "repair chat_template in tokenizer_config.json (or chat_template.jinja)"
-        return Check("chat", "fail", f"the tokenizer's chat template does not render a message: {facts.end}", cure)
+        fix = "repair chat_template in tokenizer_config.json (or chat_template.jinja)"
+        return Check("chat", "fail", f"the tokenizer's chat template does not render a message: {facts.end}", fix)
     if not facts.chat:
         return _failed("chat", no_template(f"source {source!r}"))
     text = f"the tokenizer has a chat template, which source {source!r} needs"

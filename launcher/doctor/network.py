@@ -110,11 +110,11 @@ def port_fault(address: str) -> str:
 def judge_port(address: str, fault: str, nodes: int) -> Check:
     text = f"a port on {address} can be opened and reached"
     if fault:
-        cure = "check `ulimit -n`, net.ipv4.ip_local_port_range and the firewall rules for this address"
-        return Check("ports", "fail", f"no port on {address} can be opened and reached: {fault}", cure)
+        fix = "check `ulimit -n`, net.ipv4.ip_local_port_range and the firewall rules for this address"
+        return Check("ports", "fail", f"no port on {address} can be opened and reached: {fault}", fix)
     if nodes > 1 and address.startswith("127."):
-        cure = f"give {socket.gethostname()} its network address in /etc/hosts or DNS; check the nodes with --nodes"
-        return Check("ports", "warn", f"{text}, but not from other machines", cure)
+        fix = f"give {socket.gethostname()} its network address in /etc/hosts or DNS; check the nodes with --nodes"
+        return Check("ports", "warn", f"{text}, but not from other machines", fix)
     return Check("ports", "pass", text)
 
 
@@ -135,8 +135,8 @@ def judge_interfaces(environment: Mapping[str, str], there: Collection[str]) -> 
         if any(name == n or (not whole and n.startswith(name)) for name in names for n in there):
             yield Check("network", "pass", f"{key}={value}")
         else:
-            cure = f"unset it, or set it to one of {', '.join(sorted(there))}"
-            yield Check("network", "fail", f"{key}={value}: this machine has no such interface", cure)
+            fix = f"unset it, or set it to one of {', '.join(sorted(there))}"
+            yield Check("network", "fail", f"{key}={value}: this machine has no such interface", fix)
 
 
 def judge_allocation(environment: Mapping[str, str], cfg: DictConfig) -> Iterator[Check]:
@@ -145,12 +145,12 @@ def judge_allocation(environment: Mapping[str, str], cfg: DictConfig) -> Iterato
     gpus, cores = gpus_on_node(environment), _number(environment, "SLURM_CPUS_ON_NODE")
     job = f"job {environment['SLURM_JOB_ID']}: {nodes} nodes; on this node {gpus} GPUs and {cores} cores"
     faults = allocation_faults(needs, needs["num_nodes"] if nodes is None else nodes, gpus)
-    wrong = [Check("slurm", "fail", f"{job}; {fault}", cure) for fault, cure in faults]
+    wrong = [Check("slurm", "fail", f"{job}; {fault}", fix) for fault, fix in faults]
     processes = cfg.trainer.devices + cfg.rollout.engines // needs["num_nodes"]
     if cores is not None and cores < processes + cfg.rewards.workers:
         text = f"{job}; {processes} ranks and engines and rewards.workers={cfg.rewards.workers} share these cores"
-        cure = "request --exclusive or more --cpus-per-task, or lower rewards.workers"
-        wrong.append(Check("slurm", "warn", text, cure))
+        fix = "request --exclusive or more --cpus-per-task, or lower rewards.workers"
+        wrong.append(Check("slurm", "warn", text, fix))
     wanted = f"trainer.num_nodes={needs['num_nodes']} x {needs['devices_words']}"
     yield from wrong or [Check("slurm", "pass", f"{job}; the run needs {wanted}")]
 

@@ -67,12 +67,12 @@ def check_nodes(cfg: DictConfig, srun: str) -> Iterator[Check]:
             measured = parse(output)
             hidden = [n.node for n in measured if not n.folder_fault and not (folder / f"node-{n.node}").exists()]
     except OSError as error:
-        cure = "run doctor inside the Slurm job, where srun is available"
-        yield Check("nodes", "fail", f"the probes could not be started: {error}", cure)
+        fix = "run doctor inside the Slurm job, where srun is available"
+        yield Check("nodes", "fail", f"the probes could not be started: {error}", fix)
         return
     if faults:  # a node that saw no new content then does not prove a fault of its mount
-        cure = "free space or raise the quota there, or choose another run_dir"
-        yield Check("nodes: dir", "fail", f"{shared}: this machine could not replace a file: {faults[0]}", cure)
+        fix = "free space or raise the quota there, or choose another run_dir"
+        yield Check("nodes: dir", "fail", f"{shared}: this machine could not replace a file: {faults[0]}", fix)
         measured = [replace(facts, stale_s=0.0) for facts in measured]
     yield from judge(measured, count, errors, memory_of(cfg).published, hidden)
 
@@ -123,16 +123,16 @@ def judge(
     names = ", ".join(facts.node for facts in nodes) or "none"
     if len(nodes) < expected:
         text = f"{len(nodes)} of {expected} nodes answered ({names})" + (f": {errors}" if errors else "")
-        cure = f"run doctor in a job of {expected} nodes with this project at one path on all; drain a node that hangs"
-        yield Check("nodes", "fail", text, cure)
+        fix = f"run doctor in a job of {expected} nodes with this project at one path on all; drain a node that hangs"
+        yield Check("nodes", "fail", text, fix)
     else:
         yield Check("nodes", "pass", names)
     if not nodes:
         return
     for facts in nodes:
         if facts.reach_fault:
-            cure = "make this machine's name resolve to an address that the nodes can reach, and open their firewalls"
-            yield Check("nodes: net", "fail", f"{facts.node} cannot connect to {facts.reach_fault}", cure)
+            fix = "make this machine's name resolve to an address that the nodes can reach, and open their firewalls"
+            yield Check("nodes: net", "fail", f"{facts.node} cannot connect to {facts.reach_fault}", fix)
     yield from _judge_clocks(nodes)
     wrong = [check for facts in nodes for check in _judge_folder(facts, facts.node in hidden)]
     text = "all nodes see the run directory, replaced files and each other's locks"
@@ -153,28 +153,28 @@ def _judge_clocks(nodes: Sequence[NodeFacts]) -> Iterator[Check]:
     (low, low_error, first), (high, high_error, last) = known[0], known[-1]
     certain = high - low - low_error - high_error  # the part that measuring errors cannot explain
     text = f"the clock of {last} is {high - low:.3f} s ahead of that of {first} (+- {low_error + high_error:.3f} s)"
-    cure = "start chrony or NTP on both: a job's deadlines and the times in the journal depend on these clocks"
+    fix = "start chrony or NTP on both: a job's deadlines and the times in the journal depend on these clocks"
     state = "fail" if certain > SKEW_FAIL_S else "warn" if certain > SKEW_WARN_S else "pass"
-    yield Check("nodes: clock", state, text, "" if state == "pass" else cure)
+    yield Check("nodes: clock", state, text, "" if state == "pass" else fix)
 
 
 def _judge_folder(facts: NodeFacts, hidden: bool) -> Iterator[Check]:
     """Yield the faults of the run directory on a node."""
     name, node = "nodes: dir", facts.node
     if fault := facts.folder_fault or ("this machine does not see the file that the node wrote" if hidden else ""):
-        cure = "put run_dir on a filesystem that all nodes mount at the same path, writable"
-        yield Check(name, "fail", f"{node}: {fault}", cure)
+        fix = "put run_dir on a filesystem that all nodes mount at the same path, writable"
+        yield Check(name, "fail", f"{node}: {fault}", fix)
         return
     if facts.lock_holds is False:
-        cure = "mount it with locks between nodes (Lustre: -o flock; NFS: local_lock=none)"
+        fix = "mount it with locks between nodes (Lustre: -o flock; NFS: local_lock=none)"
         text = f"{node}: a lock of another node has no effect here, so that two jobs could work on one run"
-        yield Check(name, "warn", text, cure)
+        yield Check(name, "warn", text, fix)
     late = f"{node}: a file that another node replaced showed its old content for"
-    cure = "lower the mount's attribute caching (NFS: actimeo=1)"
+    fix = "lower the mount's attribute caching (NFS: actimeo=1)"
     if facts.stale_s is None:
-        yield Check(name, "fail", f"{late} {node_probe.STALE_S:g} s or longer", f"{cure}, or use another filesystem")
+        yield Check(name, "fail", f"{late} {node_probe.STALE_S:g} s or longer", f"{fix}, or use another filesystem")
     elif facts.stale_s > STALE_WARN_S:
-        yield Check(name, "warn", f"{late} {facts.stale_s:.1f} s", f"{cure}: services are found late by this time")
+        yield Check(name, "warn", f"{late} {facts.stale_s:.1f} s", f"{fix}: services are found late by this time")
 
 
 def _differences(facts: NodeFacts, first: NodeFacts) -> Iterator[Check]:

@@ -70,8 +70,8 @@ def check_storage(cfg: DictConfig) -> Iterator[Check]:
     try:
         facts = measure_folder(run_dir)
     except OSError as error:
-        cure = "free disk space" if disk_full(error) else "choose a folder that this user can write to: run_dir=..."
-        yield Check("run_dir", "fail", f"{run_dir}: cannot be written: {error.strerror or error}", cure)
+        fix = "free disk space" if disk_full(error) else "choose a folder that this user can write to: run_dir=..."
+        yield Check("run_dir", "fail", f"{run_dir}: cannot be written: {error.strerror or error}", fix)
     else:
         yield from judge_folder(facts, cfg.trainer.num_nodes)
         yield judge_room(facts, checkpoint_room(memory, cfg.trainer.grpo.checkpoint_budget_gb))
@@ -195,11 +195,11 @@ def judge_folder(facts: FolderFacts, nodes: int) -> Iterator[Check]:
         "flock fails": (facts.lock_fault, locks),
     }
     wrong = [
-        Check("run_dir", "fail", f"{where}: {what}: {fault}", cure) for what, (fault, cure) in faults.items() if fault
+        Check("run_dir", "fail", f"{where}: {what}: {fault}", fix) for what, (fault, fix) in faults.items() if fault
     ]
 
-    def warn(text: str, cure: str) -> None:
-        wrong.append(Check("run_dir", "warn", f"{where}: {text}", cure))
+    def warn(text: str, fix: str) -> None:
+        wrong.append(Check("run_dir", "warn", f"{where}: {text}", fix))
 
     if abs(facts.mtime_skew_s) > MTIME_SKEW_S:
         text = f"modification times differ by {facts.mtime_skew_s:+.1f} s from this machine's clock"

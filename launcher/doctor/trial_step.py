@@ -55,7 +55,7 @@ _WORK_KEYS = (
     f"{_FORWARD_KEYS}, set model.activations_checkpoint_granularity=full, or raise model.tensor_model_parallel_size"
 )
 _HOST_KEYS = "request more memory for the job (Slurm: --mem=0), or lower trainer.devices"
-_CURES = {
+_FIXES = {
     "build": _STATE_KEYS,
     **dict.fromkeys(_ENGINE, _ENGINE_KEYS),
     "batch": f"{_HOST_KEYS}, or lower trainer.grpo.prompts_per_step",
@@ -251,7 +251,7 @@ def describe_part(part: str, facts: Mapping[str, Any]) -> str:
 def judge_failure(outcome: TrialOutcome, trial: DictConfig) -> Check:
     """Return a failed check with the error and the part of the trial in which it occurred.
 
-    If memory ran out or a process was killed, the cure names keys to change.
+    If memory ran out or a process was killed, the fix names keys to change.
     """
     part, text = _what_failed(outcome)
     killed, memory = _KILLED.search(text) is not None, _OUT_OF_MEMORY.search(text) is not None
@@ -259,10 +259,10 @@ def judge_failure(outcome: TrialOutcome, trial: DictConfig) -> Check:
     if not killed and not memory:
         return Check("preflight", "fail", text, _SAME_FAILURE)
     host = trial.trainer.accelerator == "cpu" and part not in _ENGINE
-    cures = [f"the kernel kills a process if the host runs out of memory: {_HOST_KEYS}"] if killed else []
-    cures += [_CURES[part]] if host or not killed else []
-    cures += [_HOST_KEYS] if host and _HOST_KEYS not in "; ".join(cures) else []
-    return Check("preflight", "fail", text, "; or ".join(cures))
+    fixes = [f"the kernel kills a process if the host runs out of memory: {_HOST_KEYS}"] if killed else []
+    fixes += [_FIXES[part]] if host or not killed else []
+    fixes += [_HOST_KEYS] if host and _HOST_KEYS not in "; ".join(fixes) else []
+    return Check("preflight", "fail", text, "; or ".join(fixes))
 
 
 def _what_failed(outcome: TrialOutcome) -> tuple[str, str]:
@@ -297,11 +297,11 @@ def judge_device(parts: Mapping[str, Mapping[str, Any]], memory: Memory) -> Chec
         f" at least {gb(free)} of {gb(total)} stayed free"
     )
     if free < SCARCE * total:
-        cure = f"fragmentation can still exhaust the memory: {_WORK_KEYS}"
-        return Check("preflight", "warn", text, cure)
+        fix = f"fragmentation can still exhaust the memory: {_WORK_KEYS}"
+        return Check("preflight", "warn", text, fix)
     if peak > memory.trainer_peak:
-        cure = "this configuration fits; but for more nodes or other sizes, `prorl plan` underestimates the memory"
-        return Check("preflight", "warn", text, cure)
+        fix = "this configuration fits; but for more nodes or other sizes, `prorl plan` underestimates the memory"
+        return Check("preflight", "warn", text, fix)
     return Check("preflight", "pass", text)
 
 

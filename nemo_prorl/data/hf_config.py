@@ -232,7 +232,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def json_fault(file: Path) -> str | None:
-    """Return that a file is not JSON, and the cure."""
+    """Return that a file is not JSON, and the fix."""
     try:
         json.loads(file.read_text())
     except ValueError as error:
@@ -242,7 +242,7 @@ def json_fault(file: Path) -> str | None:
 
 
 def pointer_fault(file: Path) -> str | None:
-    """Return that git cloned a pointer to a file instead of the file, and the cure."""
+    """Return that git cloned a pointer to a file instead of the file, and the fix."""
     with file.open("rb") as opened:
         if opened.read(42) != b"version https://git-lfs.github.com/spec/v1":
             return None

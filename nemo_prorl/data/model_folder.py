@@ -1,6 +1,6 @@
 """Finds what is wrong with a Hugging Face model folder, from its files alone: weights, tokenizer, chat template.
 
-Each function returns the fault with its cure, or None.  Neither torch nor transformers is imported, so that all
+Each function returns the fault with its fix, or None.  Neither torch nor transformers is imported, so that all
 commands refuse the same folders with the same words, before a GPU is allocated.
 """
 
@@ -31,18 +31,18 @@ def model_fault(folder: Path) -> str | None:
 
 
 def no_config(folder: Path) -> str:
-    """Return that a folder has no config.json, what it is instead, and the cure."""
+    """Return that a folder has no config.json, what it is instead, and the fix."""
     if (folder / "adapter_config.json").is_file():
-        found, cure = "an adapter", "merge it into its model (peft: merge_and_unload), and save_pretrained the result"
+        found, fix = "an adapter", "merge it into its model (peft: merge_and_unload), and save_pretrained the result"
     elif folder.suffix == ".gguf" or any(folder.glob("*.gguf")):
-        found, cure = "GGUF, which is not for training", "the same model's folder with config.json and *.safetensors"
+        found, fix = "GGUF, which is not for training", "the same model's folder with config.json and *.safetensors"
     elif (folder / "checkpoints").is_dir() or (folder / "state.json").is_file():
-        found, cure = "a run or checkpoint of this project", f"prorl export-hf {folder} NEW, then NEW"
+        found, fix = "a run or checkpoint of this project", f"prorl export-hf {folder} NEW, then NEW"
     elif inner := sorted(path.parent for path in folder.glob("*/config.json")):
-        found, cure = "a folder of models", str(inner[-1])
+        found, fix = "a folder of models", str(inner[-1])
     else:
-        found, cure = "a folder without config.json" if folder.is_dir() else "a file", "the folder of a complete model"
-    return f"expected a Hugging Face model folder; got {found}. Fix: {cure}"
+        found, fix = "a folder without config.json" if folder.is_dir() else "a file", "the folder of a complete model"
+    return f"expected a Hugging Face model folder; got {found}. Fix: {fix}"
 
 
 class _Tensor(NamedTuple):
@@ -94,12 +94,12 @@ def weights_fault(folder: Path) -> str | None:
     else:
         return None
     keys = keys_for({name: tensor.shape for name, tensor in found.items()}, hf)
-    cure = f"in config.json {keys}; or the weights of this config.json" if keys else _cure_of_names(found, wanted)
-    return f"{folder}: the weights are not of this config.json: {fault}. Fix: {cure}"
+    fix = f"in config.json {keys}; or the weights of this config.json" if keys else _fix_of_names(found, wanted)
+    return f"{folder}: the weights are not of this config.json: {fault}. Fix: {fix}"
 
 
-def _cure_of_names(names: Collection[str], wanted: Collection[str]) -> str:
-    """Return the cure for tensors under other names than the model's."""
+def _fix_of_names(names: Collection[str], wanted: Collection[str]) -> str:
+    """Return the fix for tensors under other names than the model's."""
     if all(f"model.{name}" in wanted for name in names):
         return "save the whole model, with transformers' AutoModelForCausalLM instead of AutoModel"
     if wrapper := next((name.removesuffix(_EMBEDDING) for name in names if name.endswith(f".{_EMBEDDING}")), None):
@@ -125,16 +125,16 @@ def missing_weights(folder: Path) -> str | None:
     """Return that a model folder has no weights that are read."""
     if any(folder.glob("*.safetensors")):
         return None
-    cure = (
+    fix = (
         "copy the model's model.safetensors, or all its model-*.safetensors, into it:"
         f" hf download NAME --include '*.safetensors' --local-dir {folder}"
     )
     if others := sorted(file.name for file in folder.glob("*.bin")):
-        cure = (
+        fix = (
             f'convert {others[0]} with transformers: python -c "from transformers import AutoModelForCausalLM as M;'
             f" M.from_pretrained('{folder}').save_pretrained('{folder}')\""
         )
-    return f"{folder}: no weights (*.safetensors). Fix: {cure}"
+    return f"{folder}: no weights (*.safetensors). Fix: {fix}"
 
 
 def _tensors_in(file: Path) -> dict[str, _Tensor]:
@@ -208,8 +208,8 @@ def eos_fault(folder: Path) -> str | None:
     """Return that a tokenizer has no eos token.  A class with an eos of its own, such as Qwen2Tokenizer, has one."""
     settings, ids, text = _tokenizer_settings(folder), _ids(folder), _eos(folder)
     if text and ids and text not in ids:
-        cure = "Fix: eos_token in tokenizer_config.json, one of the tokens"
-        return f"{folder}: eos_token={text!r} is not a token of this tokenizer. {cure}"
+        fix = "Fix: eos_token in tokenizer_config.json, one of the tokens"
+        return f"{folder}: eos_token={text!r} is not a token of this tokenizer. {fix}"
     kind = settings.get("tokenizer_class")
     if text or not (kind in ("PreTrainedTokenizer", "PreTrainedTokenizerFast") or "eos_token" in settings):
         return None
@@ -277,7 +277,7 @@ def chat_template(folder: Path) -> str | None:
 
 
 def no_template(need: str) -> str:
-    """Return that a tokenizer lacks the chat template that `need` (a key, a prompt) needs, and the cure."""
+    """Return that a tokenizer lacks the chat template that `need` (a key, a prompt) needs, and the fix."""
     return (
         f"the tokenizer has no chat template, which {need} needs. Fix: add the template of the model's chat variant to"
         " the folder, as the file chat_template.jinja or the key chat_template of tokenizer_config.json; or"
@@ -286,12 +286,12 @@ def no_template(need: str) -> str:
 
 
 def refused_messages(error: Exception, system: str | None) -> str:
-    """Return that a chat template refuses messages, and the cure.  `system`: value of `data.system`."""
+    """Return that a chat template refuses messages, and the fix.  `system`: value of `data.system`."""
     if system is None:
-        cure = "write the messages as the template expects them, or data.prompt=text"
-        return f"the tokenizer's chat template refuses its messages: {error}. Fix: {cure}"
-    cure = "leave data.system out, and write its text into the prompts (data.templates), or data.prompt=text"
-    return f"the tokenizer's chat template refuses the messages with data.system={system!r}: {error}. Fix: {cure}"
+        fix = "write the messages as the template expects them, or data.prompt=text"
+        return f"the tokenizer's chat template refuses its messages: {error}. Fix: {fix}"
+    fix = "leave data.system out, and write its text into the prompts (data.templates), or data.prompt=text"
+    return f"the tokenizer's chat template refuses the messages with data.system={system!r}: {error}. Fix: {fix}"
 
 
 def syntax_fault(folder: Path) -> str | None:

@@ -68,8 +68,8 @@ class PromptRenderer:
             self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except Exception as error:  # of any kind, such as a bare one for a form that is too new
             cause = f"{type(error).__name__}: {first_line(error)}"
-            cure = "Fix: copy the model's tokenizer files again, in a form for transformers 4"
-            raise ConfigError(f"{folder}: transformers cannot load the tokenizer: {cause}. {cure}") from error
+            fix = "Fix: copy the model's tokenizer files again, in a form for transformers 4"
+            raise ConfigError(f"{folder}: transformers cannot load the tokenizer: {cause}. {fix}") from error
         if self._tokenizer.eos_token_id is None:
             raise ConfigError(no_eos(folder))
         special = {at for at, token in self._tokenizer.added_tokens_decoder.items() if token.special}

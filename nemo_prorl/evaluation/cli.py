@@ -76,7 +76,7 @@ def add_parser(commands: Any) -> None:
         "--requests", metavar="N", type=_positive, default=32, help="maximum concurrent requests to a URL (default: 32)"
     )
     add("--manifest", metavar="FILE", type=Path, help="manifest.json of an evaluation to repeat and compare with")
-    again = "judge the stored responses in --out again, with a mended reward, without sampling; takes only overrides"
+    again = "judge the stored responses in --out again, with a corrected reward, without sampling; takes only overrides"
     add("--judge-again", action="store_true", help=again)
     compare = "folders of evaluations to compare, the base first; `paper` first: compare each with published scores"
     add("--compare", metavar="DIR", nargs="+", help=compare)
@@ -161,7 +161,7 @@ def _run(
     why = next((f"; the first: {one['detail']}" for one in verdicts if one["score"] is None), "")
     fix = "run the same command again"
     if " raised " in why:
-        fix = f"mend it, and `prorl evaluate --judge-again --out {args.out}`"
+        fix = f"correct it, and `prorl evaluate --judge-again --out {args.out}`"
     _log.error("prorl: %d responses have no verdict and are left out%s. Fix: %s", lacking, why, fix)
     return found, 1
 

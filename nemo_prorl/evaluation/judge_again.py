@@ -1,4 +1,4 @@
-"""`prorl evaluate --judge-again`: judge the stored responses of an evaluation with a mended scorer, without sampling.
+"""`prorl evaluate --judge-again`: judge the stored responses of an evaluation again, with a corrected scorer.
 
 The new verdicts go into a folder of their own, `verdicts-2` the first time.  Once each stored response has one,
 manifest.json names this folder and its scorers, in one step, and results.json is computed from it.  So the verdicts of
@@ -112,7 +112,7 @@ def _check_judged(parts: Sequence[BenchmarkWork]) -> None:
     if failed:
         raise ProrlError(
             f"{len(failed)} responses have no new verdict, so the earlier verdicts and results stay; the first:"
-            f" {failed[0]['id']}: {failed[0]['detail']}. Fix: mend the cause, and run the same command again"
+            f" {failed[0]['id']}: {failed[0]['detail']}. Fix: remove the cause, and run the same command again"
         )
 
 

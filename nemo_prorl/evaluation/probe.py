@@ -77,8 +77,8 @@ def advice(facts: Mapping[str, Any], prompt: str = "", failure: str = "", eos: s
         reason = failure or "see logs/ in the folder of the probe"
         return f"{facts['unjudged']:.0%} of the responses could not be judged: {reason}"
     if facts["cut_off"] > 0.5:
-        cure = eos or "give them more room (trainer.grpo.max_response_tokens, trainer.grpo.context_tokens)"
-        return f"{facts['cut_off']:.0%} of the responses are cut off: {cure}"
+        fix = eos or "give them more room (trainer.grpo.max_response_tokens, trainer.grpo.context_tokens)"
+        return f"{facts['cut_off']:.0%} of the responses are cut off: {fix}"
     if (facts["without_form"] or 0.0) > 0.5:
         message = "" if prompt == "chat" else " send it as a message (data.prompt=chat),"
         return (
@@ -220,7 +220,7 @@ def _starting_model(cfg: DictConfig) -> Path:
             " pretrained_checkpoint.restore_from_path=FOLDER"
         )
     if folder != base:
-        # `cautions` has the cure for a model that needs no warm-up.
+        # `cautions` has the fix for a model that needs no warm-up.
         _log.warning("the model before its warm-up is probed; `prorl warmup` with the same overrides would make it")
     return folder
 

@@ -34,7 +34,7 @@ def prompt_form(data: DataConfig, model: str | None) -> str:
 
 
 def template_fault(data: DataConfig, folder: Path) -> str | None:
-    """Return what is wrong with a model folder's chat template, and the cure, if all prompts of a run go through it."""
+    """Return what is wrong with a model folder's chat template, and the fix, if all prompts of a run go through it."""
     if data.prompt != "chat":
         return None
     if (template := chat_template(folder)) is None:

@@ -134,14 +134,14 @@ def forecast(curve: Curve) -> dict[str, Any]:
     found: dict[str, Any] = {"name": curve.name, "refused": None, "segments": []}
     if sum(len(part.steps) for part in parts) < 2:
         few = "fewer than two validations since the start"
-        return found | {"refused": few + _cure(curve.runs[-1], len(parts[-1].steps) if parts else 0)}
+        return found | {"refused": few + _fix(curve.runs[-1], len(parts[-1].steps) if parts else 0)}
     fitted = [judged(part) for part in parts]
     for part, (curves, _, refusal) in zip(parts, fitted, strict=True):
         if curves is not None and refusal is None:
             found["segments"].append({"begin": part.begin, "asymptote": _rounded(curves.asymptote)})
     last, (curves, tests, refusal) = parts[-1], fitted[-1]
     if curves is None:
-        return found | {"refused": f"{refusal}{_cure(curve.runs[-1], len(last.steps))}"}
+        return found | {"refused": f"{refusal}{_fix(curve.runs[-1], len(last.steps))}"}
     on_gpus = curve.runs[-1].setting("trainer.accelerator") == "gpu"
     ahead = AHEAD_HOURS if on_gpus else curves.end
     gain = curves.gain(ahead)
@@ -192,7 +192,7 @@ def judged(segment: Segment) -> tuple["Curves | None", list[dict[str, Any]], str
     return curves, tests, refusal
 
 
-def _cure(run: RunRecord, count: int) -> str:
+def _fix(run: RunRecord, count: int) -> str:
     """Return when a run whose last segment has `count` validations has enough, and the command if it ends before.
 
     Empty if config.yaml does not say when the run validates.

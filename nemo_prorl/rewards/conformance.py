@@ -57,12 +57,12 @@ NO_EXAMPLES = "the plugin has no examples: define examples(), or use --examples 
 
 @dataclass(frozen=True)
 class CheckOutcome:
-    """The outcome of a check: `state` is "passed", "failed" or "skipped"; `mend` is the fix for a failed check."""
+    """The outcome of a check: `state` is "passed", "failed" or "skipped"; `fix` says what makes a failed check pass."""
 
     check: str
     state: str
     text: str
-    mend: str = ""
+    fix: str = ""
 
     def require(self) -> None:
         """Fail or skip the calling test; for pytest."""
@@ -71,7 +71,7 @@ class CheckOutcome:
 
             pytest.skip(self.text)
         if self.state == "failed":
-            raise AssertionError(f"{self.check}: {self.text}; {self.mend}")
+            raise AssertionError(f"{self.check}: {self.text}; {self.fix}")
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Report:
         for outcome in self.outcomes:
             found.append(f"{outcome.state:<7}  {outcome.check:<11}  {outcome.text}")
             if outcome.state == "failed":
-                found.append(f"{'':<7}  {'':<11}  fix: {outcome.mend}")
+                found.append(f"{'':<7}  {'':<11}  fix: {outcome.fix}")
         counts = Counter(outcome.state for outcome in self.outcomes)
         found.append(", ".join(f"{counts[state]} {state}" for state in ("passed", "failed", "skipped")))
         if counts["skipped"]:

@@ -119,7 +119,7 @@ def _what_fits(cfgs: Sequence[DictConfig], device_bytes: float) -> list[str]:
 
 
 def _more_gpus(cfgs: Sequence[DictConfig], device_bytes: float) -> str:
-    """Return the cure for what no change of `_changes` makes fit: the nodes, up to 8 times as many, that would.
+    """Return the fix for what no change of `_changes` makes fit: the nodes, up to 8 times as many, that would.
 
     Engines then have several GPUs, because more nodes alone leave an engine's GPU as full as it was.
     """

@@ -222,7 +222,7 @@ def test_a_rule_may_ask_for_each_metric_that_a_run_writes(tmp_path: Path) -> Non
     assert trial("reset-rule", f"{tmp_path}/own.py:rule", ResetRulesConfig()).faults == {}
 
 
-def test_an_error_is_told_with_its_line_and_for_a_missing_metric_with_the_cure(tmp_path: Path) -> None:
+def test_an_error_is_told_with_its_line_and_for_a_missing_metric_with_the_fix(tmp_path: Path) -> None:
     found = trial("loss", own(tmp_path, "loss", "ratio * A * c.clip_hihg"), GRPOConfig())
     assert "it raised AttributeError: 'GRPOConfig' object has no attribute 'clip_hihg'" in found.words()
     assert "(line 7)" in found.words()

@@ -62,7 +62,7 @@ def test_a_response_is_judged_letter_by_letter_as_it_was_written(folder: Path) -
     assert renderer.judged_text(prompt, renderer.encode(text)).endswith(text)
 
 
-def test_a_chat_form_without_a_chat_template_names_the_cure(folder: Path) -> None:
+def test_a_chat_form_without_a_chat_template_names_the_fix(folder: Path) -> None:
     assert PromptRenderer(folder, 64, DataConfig(prompt="chat")).prompt_ids({"id": "a", "prompt": "Hi."})
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "chat_template.jinja").unlink(missing_ok=True)

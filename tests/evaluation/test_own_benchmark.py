@@ -34,7 +34,7 @@ def results(folder: str) -> dict[str, Any]:
 def test_the_page_is_walked(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The function is mended right before the first --judge-again."""
+    """The function is corrected right before the first --judge-again."""
     monkeypatch.chdir(tmp_path)
     for language, name in (("text", "questions.csv"), ("python", "measure.py"), ("yaml", "measure.yaml")):
         [text] = blocks(PAGE, language)

@@ -53,7 +53,7 @@ def test_what_it_advises(probed: dict[str, Any], words: str) -> None:
     assert words in advice(probed)
 
 
-def test_a_caution_about_eos_is_the_cure_for_responses_that_are_cut_off() -> None:
+def test_a_caution_about_eos_is_the_fix_for_responses_that_are_cut_off() -> None:
     assert advice(numbers([0.0, 0.0]), eos="FOLDER: set eos") == "100% of the responses are cut off: FOLDER: set eos"
     assert advice(numbers([0.5, 1.0]), eos="FOLDER: set eos").startswith("fits")
 
@@ -86,7 +86,7 @@ def test_a_run_without_a_model_says_how_to_get_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.starts
-def test_a_small_model_that_would_be_warmed_up_has_one_cure(tmp_path: Path) -> None:
+def test_a_small_model_that_would_be_warmed_up_has_one_fix(tmp_path: Path) -> None:
     write_model(tmp_path / "model", MODELS[next(iter(MODELS))] | {"hidden_size": 128, "max_position_embeddings": 512})
     model = f"pretrained_checkpoint.restore_from_path={tmp_path / 'model'}"
     few = "data.train=[{name: few, generator: reasoning_gym:chain_sum, size: 20}]"
@@ -108,7 +108,7 @@ def test_a_context_that_is_too_small_is_named_as_train_names_it(tmp_path: Path) 
 
 
 @pytest.mark.starts
-def test_a_probe_names_another_end_of_responses_as_their_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_names_another_end_of_responses_as_their_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No engine runs: every response is cut off."""
     model = write_model(tmp_path / "model", MODELS[next(iter(MODELS))] | {"max_position_embeddings": 512})
     change_config(model, eos_token_id=7)

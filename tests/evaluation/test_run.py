@@ -66,7 +66,7 @@ class Judge:
             return failed_verdict(request["id"], "infrastructure", "the judge is out")
         return verdict_of(request["id"], RewardResult(float("1" in request["response"])))
 
-    async def mended(self, request: dict[str, Any], deadline: Deadline) -> Verdict:
+    async def corrected(self, request: dict[str, Any], deadline: Deadline) -> Verdict:
         return verdict_of(request["id"], RewardResult(1.0))
 
 
@@ -162,7 +162,8 @@ def test_what_was_not_judged_is_an_error_and_judged_again(
         patch.setattr(judge, "score", raises)
         assert evaluate("raises") == 1
     assert (
-        f"raised ValueError (own.py:3). Fix: mend it, and `prorl evaluate --judge-again --out {tmp_path}" in caplog.text
+        f"raised ValueError (own.py:3). Fix: correct it, and `prorl evaluate --judge-again --out {tmp_path}"
+        in caplog.text
     )
     judge.broken = True
     assert evaluate("out") == 1
@@ -238,7 +239,7 @@ def result_of(folder: Path) -> tuple[float, str, str]:
     return entry["reward"]["mean"], entry["scorer"], found["verdicts"]
 
 
-def test_a_mended_scorer_judges_the_stored_responses_again(
+def test_a_corrected_scorer_judges_the_stored_responses_again(
     tmp_path: Path,
     address: tuple[str, Answers],
     judge: type[Judge],
@@ -246,7 +247,7 @@ def test_a_mended_scorer_judges_the_stored_responses_again(
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The module beside the function is mended; the refusal of the same command names the one that judges again."""
+    """The module beside the function is corrected; the refusal of the same command names the one that judges again."""
     function, out = own_benchmark(tmp_path), tmp_path / "out"
     assert evaluate("out", function, records="own") == 0
     before, samples = result_of(out), (out / "samples" / "own.jsonl").read_bytes()
@@ -254,7 +255,7 @@ def test_a_mended_scorer_judges_the_stored_responses_again(
     assert evaluate("out", records="own") == ConfigError.exit_code
     again = f"prorl evaluate --judge-again --out {out} {function}"
     assert f"Fix: `{again}` judges the stored responses" in caplog.text
-    judge.score = judge.mended  # type: ignore[method-assign]
+    judge.score = judge.corrected  # type: ignore[method-assign]
     assert main(again.split()[1:]) == 0
     assert judge.started == [(["own"], 0)] * 2
     assert (out / "samples" / "own.jsonl").read_bytes() == samples

@@ -41,9 +41,9 @@ def laptop(**changes: Any) -> DictConfig:
 
 
 def states(checks: Iterable[Check]) -> list[str]:
-    """States in order; what is not a pass has a cure."""
+    """States in order; what is not a pass has a fix."""
     found = list(checks)
-    assert all(check.cure for check in found if check.state != "pass"), found
+    assert all(check.fix for check in found if check.state != "pass"), found
     return [check.state for check in found]
 
 
@@ -171,7 +171,7 @@ def test_a_full_disk_is_no_fault_of_the_filesystem(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(os, "replace", full)
     found = next(storage.check_storage(laptop(run_dir=str(tmp_path))))
-    assert (found.name, found.state, found.cure) == ("run_dir", "fail", "free disk space")
+    assert (found.name, found.state, found.fix) == ("run_dir", "fail", "free disk space")
     assert found.text == f"{tmp_path}: cannot be written: No space left on device"
 
 
@@ -315,9 +315,9 @@ def test_a_template_that_ends_replies_with_another_token_is_a_warning_where_mess
     settings_of_it = {"eos_token": "<end>", "chat_template": "{{ messages[-1]['content'] }}<|im_end|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings_of_it))
     monkeypatch.setattr(model, "ask", lambda *_: {"ids": 3, "eos": 1, "chat": True, "end": ""})
-    for prompt, state, cure in (("chat", "warn", 'eos_token="<|im_end|>" in'), ("text", "pass", "")):
+    for prompt, state, fix in (("chat", "warn", 'eos_token="<|im_end|>" in'), ("text", "pass", "")):
         checks = {check.name: check for check in model.check_model(laptop(run_dir=str(tmp_path), data__prompt=prompt))}
-        assert (checks["eos"].state, checks["eos"].cure[: len(cure)]) == (state, cure)
+        assert (checks["eos"].state, checks["eos"].fix[: len(fix)]) == (state, fix)
 
 
 def test_a_tokenizer_that_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,7 +326,7 @@ def test_a_tokenizer_that_does_not_load(tmp_path: Path, monkeypatch: pytest.Monk
     write_hollow(tmp_path / "init")
     cfg = laptop(run_dir=str(tmp_path))
     [_, check] = model.check_model(cfg)
-    assert f"{check.text}. Fix: {check.cure}" == tokenizer_fault(tmp_path / "init")
+    assert f"{check.text}. Fix: {check.fix}" == tokenizer_fault(tmp_path / "init")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "init" / name).write_text("{}")
     for answer in ({"error": "no such file"}, NoAnswer("no answer within 120 s")):

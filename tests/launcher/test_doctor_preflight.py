@@ -105,7 +105,7 @@ def test_a_part_counts_when_all_ranks_ended_it_and_the_worst_of_them_is_told() -
 
 
 @pytest.mark.parametrize(
-    ("ranks", "said", "text", "cure"),
+    ("ranks", "said", "text", "fix"),
     [
         ([error("update", CUDA)], "trainer-0 ended with status 1", "in 'update': OutOfMemoryError", "micro_batch_size"),
         ([error("logprobs", CUDA)], "trainer-0 ended", "in 'logprobs'", "trainer.grpo.logprob_chunk_tokens"),
@@ -142,20 +142,20 @@ def test_a_part_counts_when_all_ranks_ended_it_and_the_worst_of_them_is_told() -
     ],
 )
 def test_a_failure_is_quoted_and_the_keys_to_change_are_named(
-    ranks: list[list[dict[str, Any]]], said: str, text: str, cure: str
+    ranks: list[list[dict[str, Any]]], said: str, text: str, fix: str
 ) -> None:
     check = trial_step.judge_failure(TrialOutcome(ranks, [said], log=Path("/runs/preflight.log")), H100)
     assert check.state == "fail"
     assert text in check.text
-    assert cure in check.cure
+    assert fix in check.fix
     assert "/runs/preflight.log" in check.text
 
 
 def test_on_a_cpu_the_machines_memory_is_named_too() -> None:
     what = "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
     check = trial_step.judge_failure(TrialOutcome([error("update", what)], ["trainer-0 ended"]), LAPTOP)
-    assert "model.micro_batch_size" in check.cure
-    assert "--mem=0" in check.cure
+    assert "model.micro_batch_size" in check.fix
+    assert "--mem=0" in check.fix
 
 
 def test_what_ended_before_a_failure_is_told_and_no_estimate_follows() -> None:
@@ -177,7 +177,7 @@ def test_a_gpus_peak_is_held_against_the_plan_and_what_was_left(peak_share: floa
     check = trial_step.judge_device(parts, memory)
     assert check.state == state
     assert "in 'update'" in check.text
-    assert bool(check.cure) == (state != "pass")
+    assert bool(check.fix) == (state != "pass")
 
 
 @pytest.mark.parametrize(("lowest", "state"), [(10 * GB, "pass"), (GB, "warn")])

@@ -1,4 +1,4 @@
-"""A node with GPUs is refused before any engine or rank starts, with the cure; and cores lie near the GPUs.
+"""A node with GPUs is refused before any engine or rank starts, with the fix; and cores lie near the GPUs.
 
 No GPU is here: `nvidia-smi` is a script that prints what a machine would, and sysfs a tree of files.  That shows what
 is asked and how it is judged, not what a real driver says.
@@ -98,7 +98,7 @@ def test_the_doctor_prints_the_same_checks(smi: Smi) -> None:
     smi(8, "Prohibited")
     found = {check.name: check for check in devices.check_gpus(settings.load(GPU), Path(sys.executable))}
     assert (found["container"].state, found["compute mode"].state) == ("fail", "fail")
-    assert found["container"].cure in refusal()
+    assert found["container"].fix in refusal()
 
 
 def test_what_cuda_shows_is_what_counts() -> None:
@@ -128,9 +128,9 @@ def test_a_driver_must_run_the_cuda_of_both_environments(tmp_path: Path) -> None
     assert (
         "torch of the rollout environment is built for CUDA 13.0; driver 570.86.15 runs at most CUDA 12.8" in old.text
     )
-    assert "install driver 580 or later" in old.cure
-    assert "cuda-compat-13-0" in old.cure
-    assert "PRORL_CUDA_COMPAT" not in trainer.cure  # the trainer has its image's CUDA
+    assert "install driver 580 or later" in old.fix
+    assert "cuda-compat-13-0" in old.fix
+    assert "PRORL_CUDA_COMPAT" not in trainer.fix  # the trainer has its image's CUDA
     for line, expected in (("cuda: Optional[str] = '13.0'", "13.0"), ("cuda = None", None)):
         (tmp_path / "torch").mkdir(exist_ok=True)
         (tmp_path / "torch" / "version.py").write_text(f"__version__ = '2.11.0'\ndebug = False\n{line}\nhip = None\n")

@@ -22,7 +22,7 @@ def test_a_run_without_an_update_says_so() -> None:
     idle = [{"step": step, "reward/all": 0.0} for step in (1, 2)]
     assert outcome(SUMMARY, idle)[-1].startswith("no update was made: in no step did responses to one prompt")
     unjudged = [{"step": 1, "reward/all": None}]
-    assert outcome(SUMMARY, unjudged)[-1].startswith("no update was made: no response has a verdict. Fix: mend the rew")
+    assert outcome(SUMMARY, unjudged)[-1].startswith("no update was made: no response has a verdict. Fix: correct the ")
     trained = [*idle, {"step": 3, "reward/all": 0.5, "policy/grad_norm": 1.0}]
     assert outcome(SUMMARY, trained)[-1].endswith("no significant change")
 

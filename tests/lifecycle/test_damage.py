@@ -21,7 +21,7 @@ def test_the_hash_of_the_code_is_taken_when_the_run_starts(tmp_path: Path, monke
     assert code_sha256.cache_info().currsize == 1
 
 
-def test_a_damaged_checkpoint_ends_the_start_with_the_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_checkpoint_ends_the_start_with_the_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     go(SmallRun(config(tmp_path, max_steps=4)), monkeypatch)
     newest = tmp_path / "checkpoints" / "step-000004"
@@ -36,7 +36,7 @@ def test_a_damaged_checkpoint_ends_the_start_with_the_cure(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("damage", ["missing", "changed"])
-def test_damaged_groups_end_the_start_with_the_cure(
+def test_damaged_groups_end_the_start_with_the_fix(
     damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)

@@ -40,7 +40,7 @@ def share_of_fives(request: Mapping[str, Any]) -> float:
 
 
 @pytest.mark.parametrize(
-    ("context", "prepare", "cause", "cure"),
+    ("context", "prepare", "cause", "fix"),
     [
         (WHOLE, right_until(9, lambda _: 1.0), "the prompts are solved", "take harder problems"),
         (SHORT, right_until(9, lambda _: 1.0), "the prompts are solved", "take harder problems"),
@@ -57,7 +57,7 @@ def share_of_fives(request: Mapping[str, Any]) -> float:
     ids=["solved", "solved and cut off", "collapsed", "cut off", "noise", "form", "hard"],
 )
 def test_a_run_without_a_signal_names_its_cause(
-    context: int, prepare: Any, cause: str, cure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    context: int, prepare: Any, cause: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = SmallRun(
         config(tmp_path, max_steps=200, max_steps_without_signal=2, validate_every=500, context_tokens=context)
@@ -70,7 +70,7 @@ def test_a_run_without_a_signal_names_its_cause(
     finally:
         run.close()
     assert cause in str(stopped.value).partition("Cause: ")[2]
-    assert cure in str(stopped.value)
+    assert fix in str(stopped.value)
     assert cause in run.alarms()[-1]
 
 
@@ -91,7 +91,7 @@ def test_a_step_whose_reward_failed_blames_the_reward_and_not_the_model(tmp_path
     unjudged = {"verdict": {"score": None, "detail": "KeyError: 'answer'"}}
     text = diagnosis(metrics, [], [unjudged])
     assert text.startswith("no response has a verdict; the first: KeyError: 'answer'. Cause: the reward failed, not")
-    assert "Fix: mend the reward function (docs/howto/reward_function.md) or the reward server" in text
+    assert "Fix: correct the reward function (docs/howto/reward_function.md) or the reward server" in text
     assert "hardly ever ends" not in text
 
 

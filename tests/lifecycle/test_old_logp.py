@@ -59,7 +59,7 @@ def test_updates_compare_with_the_engines_policy(tmp_path: Path, monkeypatch: py
         assert torch.equal(batch.weight_BT[batch.mask_BT], torch.ones(int(batch.mask_BT.sum())))
 
 
-def test_a_large_gap_ends_the_run_before_an_update_and_the_cure_continues_it(
+def test_a_large_gap_ends_the_run_before_an_update_and_the_fix_continues_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = engines_own(tmp_path)

@@ -330,7 +330,7 @@ RAISED = {
     " was written by version": "test_wiring.py::test_a_stage_of_another_version_alarms",
     "this code differs from the code": "test_wiring.py::test_other_code_and_other_rewards_alarm_at_a_resume",
     " was changed after the": "test_wiring.py::test_other_code_and_other_rewards_alarm_at_a_resume",
-    " was damaged; the run": "test_damage.py::test_a_damaged_checkpoint_ends_the_start_with_the_cure",
+    " was damaged; the run": "test_damage.py::test_a_damaged_checkpoint_ends_the_start_with_the_fix",
     "memory will be full": "test_wiring.py::test_the_rules_findings_are_alarms_and_memory_that_runs_out_is_one",
     "": "test_wiring.py::test_the_rules_findings_are_alarms_and_memory_that_runs_out_is_one",  # str(finding)
     "no roll-back: the checkpoint": "test_hard_resets.py::test_no_roll_back_where_the_last_weights_are_the_best",

@@ -272,8 +272,8 @@ def test_what_cannot_fit_is_refused_with_the_numbers_and_what_to_change() -> Non
     node = ["cluster=h100_1x8", *H100[1:]]
     with pytest.raises(ConfigError, match="Fix: a smaller model; or, on 16 GPUs, trainer.num_nodes=2 ") as caught:
         check_memory(settings.load(node), 19e9)
-    cure = str(caught.value).partition("GPUs, ")[2].partition(" (needs")[0]
-    check_memory(settings.load([*node, *cure.split()]), 19e9)
+    fix = str(caught.value).partition("GPUs, ")[2].partition(" (needs")[0]
+    check_memory(settings.load([*node, *fix.split()]), 19e9)
 
 
 def test_a_kv_cache_must_hold_one_sequence_and_leave_room_for_the_trainer() -> None:

@@ -68,7 +68,7 @@ def test_a_checkpoint_without_such_a_state_loads_into_a_model_with_one_and_back(
     assert found["into one without"] == found["goes on"][0]
 
 
-def test_a_damaged_file_is_found_and_the_message_has_the_cure(ranks: Path) -> None:
+def test_a_damaged_file_is_found_and_the_message_has_the_fix(ranks: Path) -> None:
     found = written(ranks, "of_extra_state-torch")
     for how, what in (("flipped", "the weights policy was changed after the save"), ("cut", "its tensors cannot be")):
         assert found[how].startswith("DamagedCheckpoint: "), found[how]

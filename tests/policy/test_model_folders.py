@@ -423,7 +423,7 @@ def test_generated_prompts_that_fill_the_context_are_told_before_a_start(
         assert cli.main(["plan", *words, f"trainer.grpo.context_tokens={close - 1}"]) == 4
 
 
-def test_a_checkpoint_whose_model_folder_was_moved_names_the_cure(
+def test_a_checkpoint_whose_model_folder_was_moved_names_the_fix(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, run = write_model(tmp_path / "model", QWEN2), tmp_path / "run"

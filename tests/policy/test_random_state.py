@@ -69,7 +69,7 @@ def test_a_pickle_in_a_checkpoint_is_refused_and_not_run(tmp_path: Path) -> None
     assert not (tmp_path / "witness").exists()
 
 
-def test_a_truncated_file_of_a_checkpoint_is_named_with_the_cure(tmp_path: Path) -> None:
+def test_a_truncated_file_of_a_checkpoint_is_named_with_the_fix(tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(100)}, tmp_path / "whole.pt")
     whole, file = (tmp_path / "whole.pt").read_bytes(), tmp_path / "rng-0.pt"
     for content in (b"", whole[: len(whole) // 2], whole[:-1], b"no file of torch"):

@@ -77,7 +77,7 @@ try:
 except RuntimeError as error:
     print(error)
 layer._fp8_workspaces.clear()
-product(x, is_first_microbatch=True).sum().backward()  # the cure
+product(x, is_first_microbatch=True).sum().backward()  # the fix
 layer = te.Linear(16, 32, device="cpu")
 for step in range(2):
     product(x, recipe=DelayedScaling(amax_history_len=4)).sum().backward()

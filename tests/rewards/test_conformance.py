@@ -210,7 +210,7 @@ def test_a_bad_plugin_fails_that_check_and_no_other(way: str, tested: Callable[.
     check, places = BAD[way]
     report = check_plugin(tested(**places))
     assert report.failed == [check], "\n".join(report.lines())
-    assert report[check].mend == CHECKS[check]
+    assert report[check].fix == CHECKS[check]
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_what_could_not_be_seen_is_not_passed(check: str, more: dict[str, Any], 
     plugin = discover().plugin("puzzles")
     trial = conformance._Trial(plugin, list(plugin.examples()), [], [], NO_WORKERS)
     outcome = conformance._outcome(dataclasses.replace(trial, **more), check)
-    assert (outcome.state, text in outcome.text, outcome.mend) == (
+    assert (outcome.state, text in outcome.text, outcome.fix) == (
         state,
         True,
         CHECKS[check] if state == "failed" else "",

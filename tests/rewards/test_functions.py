@@ -259,8 +259,8 @@ def test_the_function_of_the_page_asks_a_server_and_may_wait_four_times_its_time
     server.server_close()
     assert verdict["score"] == (None if score is None else pytest.approx(score))
     assert verdict["failure"] == (None if score is not None else "infrastructure")
-    cure = "raise rewards.functions_time_s (docs/howto/reward_server.md)"
-    assert verdict["detail"].endswith(cure) == (score is None)
+    fix = "raise rewards.functions_time_s (docs/howto/reward_server.md)"
+    assert verdict["detail"].endswith(fix) == (score is None)
 
 
 def test_the_command_scores_by_it(

@@ -302,7 +302,7 @@ def test_a_group_that_cannot_teach_is_replaced_while_draws_are_left(
 
 
 def test_several_missing_verdicts_in_a_row_stop_the_run() -> None:
-    with pytest.raises(RewardFailure, match=r"8 responses in a row .* prompt p\d+: the scorer broke. Fix: mend"):
+    with pytest.raises(RewardFailure, match=r"8 responses in a row .* prompt p\d+: the scorer broke. Fix: correct"):
         collected(Simulated(), Broken(4))
 
 

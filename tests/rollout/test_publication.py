@@ -67,7 +67,7 @@ def test_a_write_that_breaks_off_leaves_the_version_before(tmp_path: Path) -> No
     assert sorted(p.name for p in store.folder.iterdir()) == [MARKER, "weights-00000001.safetensors"]
 
 
-def test_no_room_is_said_with_its_cure(tmp_path: Path) -> None:
+def test_no_room_is_said_with_its_fix(tmp_path: Path) -> None:
     store = WeightStore(tmp_path / "w")
 
     def too_many() -> Iterator[tuple[str, Tensor]]:

@@ -70,8 +70,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     of_jobs = {"--sbatch": args.sbatch, "--container-image": args.container_image}
     of_jobs["--container-mounts"] = args.container_mounts
-    if given := [option for option, value in of_jobs.items() if value is not None]:
-        raise ConfigError(f"{given[0]} is for Slurm jobs, and --here uses none. Fix: remove one of the two")
+    if slurm_options := [option for option, value in of_jobs.items() if value is not None]:
+        raise ConfigError(f"{slurm_options[0]} is for Slurm jobs, and --here uses none. Fix: remove one of the two")
     folder, stages = read_chain(args.stages, args.overrides)
     _check_stages(stages)
     return _run_here(folder, stages, args.dry_run)

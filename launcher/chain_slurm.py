@@ -184,18 +184,18 @@ def _submit(commands: _Commands, todo: Sequence[ChainStage], record: ChainRecord
         raise
 
 
-def submit(words: list[str], root: Path, what: str) -> str:
+def submit(words: list[str], root: Path, name: str) -> str:
     """Run an sbatch command in the project's folder; return the job's id.
 
     Args:
-        what: what is submitted, for the message of UnfitMachine.
+        name: what is submitted, for the message of UnfitMachine.
     """
     try:
         job = call(words, _SUBMIT_S, root).strip().partition(";")[0]  # ID;CLUSTER if there are several clusters
     except UnfitMachine as error:
-        raise UnfitMachine(f"{what} was not submitted: {error}") from error
+        raise UnfitMachine(f"{name} was not submitted: {error}") from error
     if not job.isdecimal():
-        raise UnfitMachine(f"{what}: sbatch printed no job id, but {job!r}. Fix: check squeue --me")
+        raise UnfitMachine(f"{name}: sbatch printed no job id, but {job!r}. Fix: check squeue --me")
     return job
 
 
@@ -276,8 +276,8 @@ def _as_given(args: argparse.Namespace) -> list[str]:
     """Return the `prorl launch` command line that repeats this call."""
     options = {"--sbatch": args.sbatch, "--container-image": args.container_image}
     options |= {"--container-mounts": args.container_mounts}
-    given = [f"{key}={value}" for key, value in options.items() if value is not None]
-    return ["prorl", "launch", "--stages", args.stages, *given, *args.overrides]
+    words = [f"{key}={value}" for key, value in options.items() if value is not None]
+    return ["prorl", "launch", "--stages", args.stages, *words, *args.overrides]
 
 
 def read_record(folder: Path) -> ChainRecord | None:

@@ -87,41 +87,41 @@ class Events:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if isinstance(error, Exception):
-            what, *more = (str(error) or type(error).__name__).splitlines()
+            message, *more = (str(error) or type(error).__name__).splitlines()
             fields: HookFields = {"kind": type(error).__name__}
             if more:
                 fields["log"] = more
-            self.failure(what, **fields)
+            self.failure(message, **fields)
         self.close()
 
-    def failure(self, what: str, **fields: Unpack[HookFields]) -> None:
+    def failure(self, message: str, **fields: Unpack[HookFields]) -> None:
         """Write the failure that ends the run to the journal, and call the hook with it."""
         self.update()  # events of the journal come first
-        self._record("failure", _reason(what, fields.get("log", ())))
-        self.emit("failure", last_step(self.dir), what, **fields)
+        self._record("failure", _reason(message, fields.get("log", ())))
+        self.emit("failure", last_step(self.dir), message, **fields)
 
-    def stopped(self, what: str) -> None:
+    def stopped(self, reason: str) -> None:
         """Write to the journal that a signal ended the run while its trainer started.  `update` calls the hook."""
-        self._record("stop", what)
+        self._record("stop", reason)
 
     def _record(self, event: str, reason: str) -> None:
         if (self.dir / "config.yaml").is_file():  # otherwise no run has begun in this folder
             with suppress(OSError):  # the disk may be full, and the reason is also in the log
                 Journal(self.dir).append(event, last_step(self.dir), reason=reason)
 
-    def emit(self, event: HookName, step: int, what: str, **fields: Unpack[HookFields]) -> None:
+    def emit(self, event: HookName, step: int, description: str, **fields: Unpack[HookFields]) -> None:
         """Call the hook in the background, now or when an earlier call has ended.
 
         Args:
             step: last step of the run, 0 before the first.
-            what: description of the event, in one line.
+            description: what happened, in one line.
         """
         if not self.command:
             return
         about: HookEvent = {
             "event": event,
             "step": step,
-            "what": what,
+            "what": description,
             "time": time.time(),
             "run_dir": str(self.dir),
             "host": socket.gethostname(),
@@ -181,10 +181,10 @@ class Events:
         if self._dropped:
             self._note(f"{self._dropped} events were dropped: more than {_MAX_WAITING} were waiting")
             about["dropped"], self._dropped = self._dropped, 0
-        what = f"{about['event']} of step {about['step']}"
+        name = f"{about['event']} of step {about['step']}"
         values = {"event": about["event"], "run_dir": self.dir, "step": about["step"], "what": about["what"]}
         env = {f"PRORL_{k.upper()}": str(v).replace("\0", "")[:_ENV_CHARS] for k, v in values.items()}
-        self._note(f"{what}: {about['what']}")
+        self._note(f"{name}: {about['what']}")
         try:
             with tempfile.TemporaryFile() as standard_input, self._open_log() as log:
                 standard_input.write(json.dumps(about).encode() + b"\n")
@@ -200,9 +200,9 @@ class Events:
                     preexec_fn=partial(signal.signal, signal.SIGUSR1, signal.SIG_IGN),  # noqa: PLW1509 - takes no lock
                 )
         except (OSError, ValueError) as error:
-            self._complain(f"the command for {what} could not be started: {error}")
+            self._complain(f"the command for {name} could not be started: {error}")
             return
-        self._running.append(_Call(process, what, time.monotonic() + self._kill_after_s))
+        self._running.append(_Call(process, name, time.monotonic() + self._kill_after_s))
 
     def _kill(self, call: _Call, reason: str) -> None:
         with suppress(ProcessLookupError):
@@ -229,15 +229,15 @@ class Events:
             log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n".encode())
 
 
-def _reason(what: str, log: Sequence[str]) -> str:
-    """Return a failure in one line.  The error that the failed process logged last, if any, comes before `what`."""
+def _reason(message: str, log: Sequence[str]) -> str:
+    """Return a failure in one line.  The error that the failed process logged last, if any, comes before `message`."""
     for line in reversed(log):
         if error := _ERROR.search(line):
-            return f"{error[1] or error[2]} ({what})"
-    return what
+            return f"{error[1] or error[2]} ({message})"
+    return message
 
 
-def on_screen(what: str, log: Sequence[str], shown: bool) -> list[str]:
+def on_screen(message: str, log: Sequence[str], shown: bool) -> list[str]:
     """Return the lines that report a failed process on the screen, without those of libraries; the log has all.
 
     Args:
@@ -248,12 +248,12 @@ def on_screen(what: str, log: Sequence[str], shown: bool) -> list[str]:
         if not (error := _ERROR.search(log[at])):
             continue
         if not (shown and error[1] and " nemo_prorl" in error[0]):
-            what = _reason(what, [log[at]])
+            message = _reason(message, [log[at]])
         rest = list(takewhile(lambda line: not _RECORD.match(line), log[at + 1 :]))  # of an error of several lines
-        return [*rest, what]
+        return [*rest, message]
     # It died without an error: the last lines outside of any record, such as those of a crash in C++.
     rest = list(takewhile(lambda line: not _RECORD.match(line) and not line.startswith("    "), reversed(log)))
-    return [*reversed(rest), what]
+    return [*reversed(rest), message]
 
 
 def last_step(run_dir: Path) -> int:

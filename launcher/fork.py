@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         folder.mkdir(parents=True, exist_ok=True)  # `retention.retain` then keeps the checkpoint
         write_json(folder / RECORD, record)
     if args.sbatch is not None:
-        unfinished = [one for one in todo if run_results.finished_step(one[0] / one[1].name, args.steps) is None]
+        unfinished = [item for item in todo if run_results.finished_step(item[0] / item[1].name, args.steps) is None]
         if unfinished:
             _submit(unfinished, forks, args.sbatch, args.dry_run)
             return 0
@@ -253,7 +253,7 @@ def cells(forks: Mapping[Path, ForkRecord], arm: ForkArm) -> tuple[str, ...]:
         own = [later_half(list(last.values()))]
         mean, half = shown.mean, shown.half_width(len(first))
     else:
-        halves = [_second_half(folder, one, arm["folder"]) for folder, one in forks.items()]
+        halves = [_second_half(folder, fork, arm["folder"]) for folder, fork in forks.items()]
         own = [half for _, half in halves]
         mean, half = compared([base for base, _ in halves], own)
     level = statistics.fmean(statistics.fmean(scores.values()) for scores in own)
@@ -266,7 +266,7 @@ def _pair(folder: Path, record: ForkRecord, name: str) -> tuple[_Validations, _V
     first = folder / record["arms"][0]["folder"]
     base, own = (validations_of(run_dir, 0, record["steps"]) for run_dir in (first, folder / name))
     prompts = next(iter(base.values()), {}).keys()
-    base, own = ({step: one for step, one in found.items() if one.keys() == prompts} for found in (base, own))
+    base, own = ({step: scores for step, scores in arm.items() if scores.keys() == prompts} for arm in (base, own))
     return base, own
 
 
@@ -278,25 +278,23 @@ def _second_half(folder: Path, record: ForkRecord, name: str) -> tuple[dict[str,
         raise ConfigError(
             f"{folder / name}: no validation after step {middle}. Fix: data.validation, or more steps (--steps)"
         )
-    base, own = (
-        {key: statistics.fmean(found[step][key] for step in steps) for key in found[steps[0]]} for found in pair
-    )
+    base, own = ({key: statistics.fmean(arm[step][key] for step in steps) for key in arm[steps[0]]} for arm in pair)
     return base, own
 
 
 def early_difference(folder: Path, record: ForkRecord, name: str) -> PairedDifference | None:
     """Return the difference of an arm from the first, finished one, if --early ends it; else None."""
-    found = None if record["early_noise"] is None else look(*_pair(folder, record, name), record["early_noise"])
-    return found[0] if found and found[1] else None
+    comparison = None if record["early_noise"] is None else look(*_pair(folder, record, name), record["early_noise"])
+    return comparison[0] if comparison and comparison[1] else None
 
 
 def differences(folder: Path, record: ForkRecord, name: str) -> dict[int, list[float]]:
     """Return low end, difference and high end of the interval, by step of the validations that both arms have."""
     (base, own), noise = _pair(folder, record, name), record["early_noise"]
     looks = 1 if noise is None else len(base)
-    found = {step: difference(base[step], own[step], noise or 0.0) for step in base if step in own}
-    halves = {step: one.half_width(looks) for step, one in found.items()}
-    return {step: [one.mean - halves[step], one.mean, one.mean + halves[step]] for step, one in found.items()}
+    by_step = {step: difference(base[step], own[step], noise or 0.0) for step in base if step in own}
+    halves = {step: shown.half_width(looks) for step, shown in by_step.items()}
+    return {step: [shown.mean - halves[step], shown.mean, shown.mean + halves[step]] for step, shown in by_step.items()}
 
 
 @contextmanager
@@ -334,6 +332,6 @@ def compared(base: Sequence[Mapping[str, float]], other: Sequence[Mapping[str, f
 
 
 def cost(run_dirs: Iterable[Path]) -> str:
-    """Return in words the number of tokens that runs generated for training."""
+    """Return as text the number of tokens that runs generated for training."""
     lines = (line for run_dir in run_dirs for line in read_objects(run_dir / "metrics.jsonl"))
     return f"{sum(number(line, 'rollout/generated_tokens') for line in lines) / 1e6:.3g} M tokens"

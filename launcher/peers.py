@@ -195,10 +195,10 @@ class Peers:
             time.sleep(0.2)
         known = [*ends, *([end] if end else [])]
         if end is None and all(other.clean for other in known):
-            what = "the ranks of node 0 did not end when those of the other nodes did"
+            cause = "the ranks of node 0 did not end when those of the other nodes did"
             if stop_requested and known and all(other.code == 75 for other in known):
-                return End(75, f"stopped; {what}", self.place.host)
-            return End(1, what, self.place.host)
+                return End(75, f"stopped; {cause}", self.place.host)
+            return End(1, cause, self.place.host)
         blamed = blame(known) or End(1)
         silent = [state["host"] for state in self._states().values() if state["end"] is None]
         if can_write and silent and blamed.code == 1 and blamed.status not in _KILLED:

@@ -127,8 +127,8 @@ def start_faults(cfg: DictConfig) -> Iterator[tuple[ProrlError, bool]]:
     except ProrlError as error:
         yield error, False
     yield from ((ConfigError(fault), is_elsewhere(cfg)) for fault in faults(cfg))
-    given = cfg.pretrained_checkpoint.restore_from_path
-    if given and not will_be_completed(folder := Path(given)):
+    path = cfg.pretrained_checkpoint.restore_from_path
+    if path and not will_be_completed(folder := Path(path)):
         if of_model := model_fault(folder) or template_fault(cfg.data, folder):
             yield ConfigError(f"pretrained_checkpoint.restore_from_path={of_model}"), False
         if fault := missing_weights(folder):

@@ -144,11 +144,11 @@ def report(run_dir: Path, folder: Path, steps: range, changed: bool) -> int:
             rows.append((str(step), "no ledger", "", "", ""))
             equal = False
             continue
-        found = of_step(ledgers[0][step], ledgers[1][step], norms)
-        equal = equal and found is None
-        text = "equal" if found is None else f"{found.object}: {found.where} ({found.kind})"
+        parting = of_step(ledgers[0][step], ledgers[1][step], norms)
+        equal = equal and parting is None
+        text = "equal" if parting is None else f"{parting.object}: {parting.where} ({parting.kind})"
         was, now = (line.get(step, {}) for line in lines)
-        rows.append((str(step), text, _seconds(now), _seconds(was), "" if found is None else _differences(was, now)))
+        rows.append((str(step), text, _seconds(now), _seconds(was), "" if parting is None else _differences(was, now)))
     sys.stdout.write(columns(rows))
     chains = [ledger.get(steps[-1], {}).get("chain", "-") for ledger in ledgers]
     sys.stdout.write(f"chain after step {steps[-1]}: {chains[0]} in the run, {chains[1]} in {folder}\n")

@@ -170,10 +170,10 @@ def _longest_generated(cfg: DictConfig, folder: Path) -> int | None:
         sorted(records, key=lambda record: len(str(record["prompt"])))[-_LONGEST:]
         for _, records in (*train, *loaded.validation)
     ]
-    found = longest_prompt(data, folder, itertools.chain(*long))
-    if long and (found is None or found >= _NEARLY * cfg.trainer.grpo.context_tokens):
-        found = max(one.longest for one in check_prompts(cfg, [], train, loaded.validation, folder).sources)
-    return found
+    longest = longest_prompt(data, folder, itertools.chain(*long))
+    if long and (longest is None or longest >= _NEARLY * cfg.trainer.grpo.context_tokens):
+        longest = max(source.longest for source in check_prompts(cfg, [], train, loaded.validation, folder).sources)
+    return longest
 
 
 def _tokenizer_folder(cfg: DictConfig) -> tuple[Path | None, str]:
@@ -251,13 +251,13 @@ def check_own_functions(cfg: DictConfig) -> None:
             continue
         from nemo_prorl.algorithms.properties import trial
 
-        found = trial(kind, place, OmegaConf.to_object(config))
-        if found.faults:
+        result = trial(kind, place, OmegaConf.to_object(config))
+        if result.faults:
             raise ConfigError(
                 f"{key}={place}: expected a function with the properties that training relies on; got\n"
-                f"{found.words()}\nFix: the function; `prorl check-function {kind} {place}` tries it again"
+                f"{result.words()}\nFix: the function; `prorl check-function {kind} {place}` tries it again"
             )
-        for name, sentence in found.remarks.items():
+        for name, sentence in result.remarks.items():
             _log.info("%s=%s: %s: %s", key, place, name, sentence)
 
 

@@ -62,13 +62,13 @@ def arguments(argv: list[str]) -> argparse.Namespace:
 
 def _not_saved(overrides: list[str]) -> str | None:
     """Return why no saved configuration can be run; None if the overrides name one."""
-    given = dict(text.partition("=")[::2] for text in overrides)
-    if "run_dir" not in given:
+    values = dict(text.partition("=")[::2] for text in overrides)
+    if "run_dir" not in values:
         return "expected run_dir=FOLDER after it, the folder of a run"
-    if not (saved := Path(given["run_dir"]).absolute() / "config.yaml").is_file():
+    if not (saved := Path(values["run_dir"]).absolute() / "config.yaml").is_file():
         return f"expected {saved}, the configuration of a run; there is no such file"
-    group = next((key for key in given if key in GROUPS), None)
-    return None if group is None else f"{group}={given[group]} would choose another configuration. Fix: leave it out"
+    group = next((key for key in values if key in GROUPS), None)
+    return None if group is None else f"{group}={values[group]} would choose another configuration. Fix: leave it out"
 
 
 class Submission:
@@ -80,14 +80,14 @@ class Submission:
     def __init__(self, args: argparse.Namespace, job: Job) -> None:
         self.args, self.job = args, job
         folder = f"runs/prorl/{args.stage}" if args.stage != "none" else "runs/laptop"
-        given = dict(text.partition("=")[::2] for text in args.overrides)
-        self.run_dir = Path(given.get("run_dir", folder)).absolute()
+        values = dict(text.partition("=")[::2] for text in args.overrides)
+        self.run_dir = Path(values.get("run_dir", folder)).absolute()
         rest = [text for text in args.overrides if not text.startswith("run_dir=")]
         if args.stage == SAVED:  # an override of a group would make `settings.load_run` leave it out
             self.overrides = [f"run_dir={self.run_dir}", *map(absolute, rest)]
         else:
-            rest = [absolute(text) for text in (rest if "cluster" in given else [f"cluster={CLUSTER}", *rest])]
-            if args.container_image and "data.folder" not in given:
+            rest = [absolute(text) for text in (rest if "cluster" in values else [f"cluster={CLUSTER}", *rest])]
+            if args.container_image and "data.folder" not in values:
                 rest.append(absolute(f"data.folder={_DATA}"))
             self.overrides = [f"stage={args.stage}", f"run_dir={self.run_dir}", *rest]
         self.needs: dict[str, Any] = {}
@@ -142,12 +142,12 @@ class Submission:
         command, env = self._module_command("nemo_prorl.cli", "train", "--dry-run", *self.overrides)
         return subprocess.run(command, check=False, stdout=subprocess.DEVNULL, env=env).returncode
 
-    def report_failure(self, what: str) -> None:
+    def report_failure(self, message: str) -> None:
         """Call the command in `on_event` for a failure that no supervisor could report."""
         if not self.needs["on_event"]:
             return
         command, env = self._module_command(
-            "nemo_prorl.launcher.events", self.needs["on_event"], str(self.run_dir), what
+            "nemo_prorl.launcher.events", self.needs["on_event"], str(self.run_dir), message
         )
         try:
             subprocess.run(command, check=False, stdin=subprocess.DEVNULL, env=env, timeout=_ON_EVENT_S)
@@ -221,11 +221,11 @@ class Submission:
         image = self.args.container_image
         say(f"container {image}, mounts {self.args.container_mounts or 'none'}" if image else "no container")
         for name, value in needs["env"].items():
-            given = os.environ.get(name)
-            if given is None:
+            inherited = os.environ.get(name)
+            if inherited is None:
                 say(f"environment {name}={value}, from launch.env.{name}")
             else:
-                say(f"environment {name}={given}, which wins over launch.env.{name}={value}")
+                say(f"environment {name}={inherited}, which wins over launch.env.{name}={value}")
         for name, value in sorted(os.environ.items()):
             if _is_shown(name) and name not in needs["env"]:
                 say(f"environment {name}={value}, from the job's environment")

@@ -206,13 +206,13 @@ class NodeSupervisor:
         sent = {FORWARDED_AS[signal.Signals(number)] for number in self._signals}  # they end a rank that is starting
         if peer_end is None and -code in sent:
             return self._stopped(_STARTING)
-        what = f"{rank.name} ended with status {code}; its log is {rank.log_file}"
+        cause = f"{rank.name} ended with status {code}; its log is {rank.log_file}"
         if code in _KILLED:
-            what += "; it was killed by SIGKILL, often because memory was exhausted (dmesg, or the memory limit of the"
-            what += f" job); the same command {self._onward()}"
+            cause += "; it was killed by SIGKILL, often because memory was exhausted (dmesg, or the memory limit of the"
+            cause += f" job); the same command {self._onward()}"
         log = [line[:_LINE_CHARS] for line in list(rank.tail)[-_LAST_LINES:]]
         return self._over(
-            End(code if code in (2, 3, 4) else 1, what, self._here, rank.name, status=code, log=log, at=at)
+            End(code if code in (2, 3, 4) else 1, cause, self._here, rank.name, status=code, log=log, at=at)
         )
 
     def _stopped(self, how: str) -> End:
@@ -264,7 +264,7 @@ class NodeSupervisor:
             self._signals.append(number)
             name = signal.Signals(number).name
             by_slurm = " from srun or Slurm" if name == "SIGTERM" and self.place.nodes > 1 else ""
-            text = "received %s%s; the run stops after this step, or at once while it starts; a second signal kills it"
+            text = "received %s%s; the run stops after this step, or now if it is starting; a second signal kills it"
             _log.warning(text, name, by_slurm)
             for rank in ranks:
                 rank.signal(FORWARDED_AS[signal.Signals(number)])
@@ -362,8 +362,8 @@ class NodeSupervisor:
         """
         if self.cfg.trainer.accelerator != "gpu":
             return {}
-        given = os.environ.get("CUDA_VISIBLE_DEVICES")
-        ours = given.split(",") if given else [str(k) for k in range(node_devices(self.cfg))]
+        devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+        ours = devices.split(",") if devices else [str(k) for k in range(node_devices(self.cfg))]
         tp = self.cfg.rollout.tensor_parallel_size
         first = local * tp + (self.cfg.trainer.devices if self.cfg.rollout.own_devices and not alone else 0)
         return {"CUDA_VISIBLE_DEVICES": ",".join(ours[first : first + tp])}

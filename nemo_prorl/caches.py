@@ -16,8 +16,8 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
     Raises:
         UnfitMachine: the folder cannot be made or written, or another user could put compiled code into it.
     """
-    given = environ.get(FOLDER)
-    folder = Path(given).absolute() if given else Path(f"/tmp/prorl-{os.getuid()}")
+    path = environ.get(FOLDER)
+    folder = Path(path).absolute() if path else Path(f"/tmp/prorl-{os.getuid()}")
     fix = f"Fix: set {FOLDER} to a folder of yours that can be written."
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -26,7 +26,7 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
     if not os.access(folder, os.W_OK | os.X_OK):
         raise UnfitMachine(f"{FOLDER}={folder}: expected a folder for caches; it cannot be written. {fix}")
     status = folder.lstat()
-    if not given and (status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o022):
+    if not path and (status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o022):
         raise UnfitMachine(
             f"{folder}: expected a folder that only user {os.getuid()} can write; other users can write it. {fix}"
         )

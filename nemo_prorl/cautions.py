@@ -65,11 +65,11 @@ def cautions(cfg: DictConfig, old: DictConfig | None = None) -> Iterator[str]:
     state = newest_state(Path(cfg.run_dir))
     done = state.get("resets", {}).get("done", [])
     yield from _changed_functions(cfg, state)
-    given = cfg.pretrained_checkpoint.restore_from_path
-    if given and not state and warms_up(cfg):
+    path = cfg.pretrained_checkpoint.restore_from_path
+    if path and not state and warms_up(cfg):
         yield (
             f"trainer.warmup.steps={cfg.trainer.warmup.steps}: before reinforcement learning, supervised steps train"
-            f" over the weights of pretrained_checkpoint.restore_from_path={given}. Fix: trainer.warmup.steps=0; if"
+            f" over the weights of pretrained_checkpoint.restore_from_path={path}. Fix: trainer.warmup.steps=0; if"
             " they are untrained, leave it"
         )
     if fault := eos_caution(cfg):
@@ -86,9 +86,9 @@ def cautions(cfg: DictConfig, old: DictConfig | None = None) -> Iterator[str]:
 
 def eos_caution(cfg: DictConfig) -> str | None:
     """Return that the given model may end its responses with another token than the tokenizer's eos."""
-    if not (given := cfg.pretrained_checkpoint.restore_from_path):
+    if not (path := cfg.pretrained_checkpoint.restore_from_path):
         return None
-    fault = model_folder.eos_caution(Path(given), _sends_messages(cfg.data))
+    fault = model_folder.eos_caution(Path(path), _sends_messages(cfg.data))
     return fault and f"pretrained_checkpoint.restore_from_path={fault}"
 
 
@@ -277,13 +277,13 @@ def _cut_rises(cfg: DictConfig, made: int, done: list[dict[str, Any]]) -> Iterat
     for of_reset, (distance, start, end) in sorted(shortest.items()):
         key, rise = rises[of_reset]
         value = OmegaConf.select(cfg, key)
-        given = f"{key}={value:g}" + (f" ({rise} steps)" if value != rise else "")
+        setting = f"{key}={value:g}" + (f" ({rise} steps)" if value != rise else "")
         whose = f"after the reset of step {start}" if start else "at the start"
         ends = "the next reset" if end < steps else f"the last step (trainer.grpo.max_steps={steps})"
         fix = f"trainer.resets.lr_warmup_steps={distance} or less" if of_reset else f"at most {distance} steps"
         fix = "" if made else f"{fix}, or "  # a continued run may not change these keys
         yield (
-            f"{given}: the learning rate that rises {whose} does not reach its full value, because {ends} comes"
+            f"{setting}: the learning rate that rises {whose} does not reach its full value, because {ends} comes"
             f" {distance} step{'' if distance == 1 else 's'} later. Fix: {fix}resets at other steps"
         )
 
@@ -363,14 +363,14 @@ def _resets(cfg: DictConfig) -> Iterator[str]:
             " the best. Fix: sources in data.validation, or false"
         )
     defaults = ResetRulesConfig()
-    given = [name for name, value in resets.rules.items() if value != getattr(defaults, name)]
-    if resets.mode == "manual" and given:
-        keys = ", ".join(f"trainer.resets.rules.{name}={resets.rules[name]}" for name in given)
+    changed = [name for name, value in resets.rules.items() if value != getattr(defaults, name)]
+    if resets.mode == "manual" and changed:
+        keys = ", ".join(f"trainer.resets.rules.{name}={resets.rules[name]}" for name in changed)
         yield (
             f"{keys}: no effect, because trainer.resets.mode=manual asks no rule. Fix: trainer.resets.mode=advise for"
             " alarms, or auto for resets"
         )
-    if resets.mode == "advise" and "asks" in given and {*resets.rules.asks} <= {*RESET_RULES, *ADVISING_RULES}:
+    if resets.mode == "advise" and "asks" in changed and {*resets.rules.asks} <= {*RESET_RULES, *ADVISING_RULES}:
         yield (  # a rule of the user runs only if `asks` names it
             f"trainer.resets.rules.asks={resets.rules.asks}: no reset, because with trainer.resets.mode=advise rules"
             " only alarm. Fix: trainer.resets.mode=auto, or stop"

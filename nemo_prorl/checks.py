@@ -299,13 +299,13 @@ def _batch(cfg: DictConfig) -> Iterator[Fault]:
         reason = f"expected at most trainer.grpo.correction.cap={grpo.correction.cap}"
         yield "trainer.grpo.correction.floor", reason
     if grpo.old_logp == "engine":
-        why = "expected trainer, because"
+        start = "expected trainer, because"
         if grpo.correction.kind != "none":
             fix = f"trainer.grpo.correction.kind={grpo.correction.kind} weighs pi_old / pi_engine, which are one here"
-            yield "trainer.grpo.old_logp", f"{why} {fix}. Fix: trainer.grpo.correction.kind=none, or old_logp=trainer"
+            yield "trainer.grpo.old_logp", f"{start} {fix}. Fix: trainer.grpo.correction.kind=none, or old_logp=trainer"
         if grpo.adaptive_entropy.enabled:
             needs = "trainer.grpo.adaptive_entropy needs the trainer's entropy in each step"
-            yield "trainer.grpo.old_logp", f"{why} {needs}. Fix: old_logp=trainer, or entropy_coef instead"
+            yield "trainer.grpo.old_logp", f"{start} {needs}. Fix: old_logp=trainer, or entropy_coef instead"
 
 
 def _context(cfg: DictConfig) -> Iterator[Fault]:
@@ -427,8 +427,8 @@ def pretrained_config(cfg: DictConfig, need_weights: bool) -> dict[str, Any]:
     folder = Path(path)
     if not folder.is_dir():
         reason = "expected a Hugging Face model folder, the name of a model on the hub, or null for random weights"
-        what = f"{folder.absolute()} does not exist. Fix: the path of such a folder"
-        raise _wrong(cfg, key, no_config(folder) if folder.exists() else f"{reason}; {what}")
+        missing = f"{folder.absolute()} does not exist. Fix: the path of such a folder"
+        raise _wrong(cfg, key, no_config(folder) if folder.exists() else f"{reason}; {missing}")
     if not (folder / "config.json").is_file():
         raise _wrong(cfg, key, no_config(folder))
     if need_weights and (fault := missing_weights(folder)):

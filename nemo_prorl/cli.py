@@ -320,9 +320,9 @@ def _check_function(arguments: argparse.Namespace) -> int:
     cfg: Any = OmegaConf.to_object(settings.load([*arguments.overrides, named], arguments.config))
     config = cfg.trainer.resets.rules if kind == "reset-rule" else cfg.trainer.grpo
     place = config.asks[0] if kind == "reset-rule" else getattr(config, kind)
-    found = properties.trial(kind, place, config)
-    sys.stdout.write(f"{found.words()}\n")
-    return 1 if found.faults else 0
+    result = properties.trial(kind, place, config)
+    sys.stdout.write(f"{result.words()}\n")
+    return 1 if result.faults else 0
 
 
 def _import_hf(arguments: argparse.Namespace) -> None:

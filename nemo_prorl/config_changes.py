@@ -70,8 +70,8 @@ def changes(old: DictConfig, new: DictConfig, sections: tuple[str, ...] = RECORD
     """
     skip = NOT_FORKED if sections is FORKED else ()
     differences = _differences(old, new).items()
-    found = {key: both for key, both in differences if key.startswith(sections) and not key.startswith(skip)}
-    return ", ".join(f"{key}={wanted} (was {was})" for key, (was, wanted) in found.items())
+    changed = {key: both for key, both in differences if key.startswith(sections) and not key.startswith(skip)}
+    return ", ".join(f"{key}={wanted} (was {was})" for key, (was, wanted) in changed.items())
 
 
 def _differences(old: DictConfig, new: DictConfig) -> dict[str, tuple[Any, Any]]:

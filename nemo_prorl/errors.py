@@ -93,10 +93,10 @@ class CheckpointError(ProrlError, RuntimeError):
 class DamagedCheckpoint(CheckpointError):
     """A checkpoint with a file that is missing, truncated or changed.  The one before it may still be whole."""
 
-    def __init__(self, folder: Path, what: str) -> None:
-        """`what`: the fault, with the name of the file."""
+    def __init__(self, folder: Path, fault: str) -> None:
+        """`fault` has the name of the file."""
         super().__init__(
-            f"{what}. Fix: mv {quote(str(folder))} {quote(f'{folder}{DAMAGED}')}; the same command then continues from"
+            f"{fault}. Fix: mv {quote(str(folder))} {quote(f'{folder}{DAMAGED}')}; the same command then continues from"
             " the checkpoint before it"
         )
 

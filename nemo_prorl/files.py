@@ -86,11 +86,11 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 def objects_in(lines: bytes) -> list[dict[str, Any]]:
     """Return the JSON objects of the lines; skip other lines, such as one cut short by a kill."""
-    found = []
+    values = []
     for line in lines.splitlines():
         with contextlib.suppress(ValueError, RecursionError):
-            found.append(json.loads(line))
-    return [value for value in found if isinstance(value, dict)]
+            values.append(json.loads(line))
+    return [value for value in values if isinstance(value, dict)]
 
 
 def read_objects(path: Path) -> list[dict[str, Any]]:
@@ -155,12 +155,12 @@ def parsed(line: bytes | str, where: str) -> Any:
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the object of these pairs.  Raises ValueError if a key is there twice: JSON would keep the last value."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    result = dict(pairs)
+    if len(result) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"the key {twice!r} is there {names.count(twice)} times")
-    return found
+    return result
 
 
 def _refuse(name: str) -> Any:

@@ -44,15 +44,15 @@ def adapter_fault(key: str) -> str | None:
 @functools.lru_cache
 def _read_by_nemo() -> frozenset[str]:
     """Return the names of the keys that NeMo and Megatron read, from their code; empty if they are not installed."""
-    found: set[str] = set()
+    names: set[str] = set()
     for package, files in _READERS.items():
         spec = find_spec(package)  # of a package without a parent, which would be imported
         if spec is None or not spec.submodule_search_locations:
             return frozenset()
         for file in files:
             code = Path(spec.submodule_search_locations[0], file).read_text()
-            found |= {name for match in _READ.findall(code) for name in match}
-    return frozenset(found)
+            names |= {name for match in _READ.findall(code) for name in match}
+    return frozenset(names)
 
 
 def is_read(key: str) -> bool:

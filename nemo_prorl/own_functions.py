@@ -160,13 +160,13 @@ def sources(place: str) -> dict[str, str]:
         own, folder = match["module"].partition(".")[0], None
         specs = _specs(match["module"], None)
         todo = [(file, spec.parent or "") for spec in specs if (file := _file(spec)) is not None]
-    found: dict[str, str] = {}
+    code: dict[str, str] = {}
     while todo:
         file, package = todo.pop(0)
-        if str(file) in found:
+        if str(file) in code:
             continue
         content = file.read_bytes()
-        found[str(file)] = hashlib.sha256(content).hexdigest()
+        code[str(file)] = hashlib.sha256(content).hexdigest()
         for name in _imports(content, package) if file.suffix == ".py" else ():
             top = name.partition(".")[0]
             for spec in _specs(name, folder):
@@ -174,10 +174,10 @@ def sources(place: str) -> dict[str, str]:
                     continue
                 is_installed = not _INSTALLED.isdisjoint(imported.parts) and top != own
                 if is_installed and (version := _version(top)):
-                    found.update(version)
+                    code.update(version)
                 else:
                     todo.append((imported, spec.parent or ""))
-    return found
+    return code
 
 
 def sha256(place: str) -> str:
@@ -230,10 +230,10 @@ def _specs(name: str, folder: str | None) -> list[ModuleSpec]:
     while len(specs) < len(parts) and path is not None and parts[0] not in _LEFT_OUT:
         name = ".".join(parts[: len(specs) + 1])
         if specs:  # the finders of sys.meta_path expect that the package of a submodule has been imported
-            found = [finder.find_spec(name) for finder in map(pkgutil.get_importer, path) if finder is not None]
+            candidates = [finder.find_spec(name) for finder in map(pkgutil.get_importer, path) if finder is not None]
         else:
-            found = [finder.find_spec(name, path) for finder in sys.meta_path if hasattr(finder, "find_spec")]
-        spec = next((one for one in found if one is not None), None)
+            candidates = [finder.find_spec(name, path) for finder in sys.meta_path if hasattr(finder, "find_spec")]
+        spec = next((candidate for candidate in candidates if candidate is not None), None)
         if spec is None:
             break
         specs.append(spec)

@@ -237,9 +237,9 @@ def connect(
     endpoints, token_file = run_dir / "endpoints", run_dir / "endpoints" / "token"
     seconds = cfg.trainer.deadlines.startup_s
     for pattern, count in (("rewards-*.json", cfg.trainer.num_nodes), ("engine-*.json", cfg.rollout.engines)):
-        what = f"{count} x {endpoints / pattern} (trainer.deadlines.startup_s; a busy machine needs more)"
-        what += f"; see {run_dir / 'logs'}"
-        Deadline(seconds, what).wait_until(partial(_exist, endpoints, pattern, count))
+        awaited = f"{count} x {endpoints / pattern} (trainer.deadlines.startup_s; a busy machine needs more)"
+        awaited += f"; see {run_dir / 'logs'}"
+        Deadline(seconds, awaited).wait_until(partial(_exist, endpoints, pattern, count))
     _log.info("ready: rollout engines: %d, reward servers: %d", cfg.rollout.engines, cfg.trainer.num_nodes)
     engines = EnginePool(endpoints, read_token(token_file), cfg.rollout.engines)
     kind = OneStepOff if cfg.rollout.own_devices else Collector

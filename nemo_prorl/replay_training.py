@@ -96,9 +96,9 @@ def build(cfg: Config, folder: Path, policy: Any, spec: ReplaySpec) -> Trainer:
     ledger = Ledger(folder, leader.rank == 0, actor)
     ledger.chain = spec.chain
     rollouts: Any = StoredRollouts(cfg, Path(spec.run_dir), actor, ledger, leader)
-    given: dict[str, Any] = {"rollouts": rollouts, "validation": nothing, "records": records}
+    parts: dict[str, Any] = {"rollouts": rollouts, "validation": nothing, "records": records}
     unused = dict.fromkeys(("trials", "checkpoints", "control", "stopping", "traces", "watchdog"), nothing)
-    return Trainer(**rank.step_parts(cfg, policy, RunProgress(step=spec.before), **given), **unused, ledger=ledger)
+    return Trainer(**rank.step_parts(cfg, policy, RunProgress(step=spec.before), **parts), **unused, ledger=ledger)
 
 
 def replay(cfg: Config, folder: Path) -> None:

@@ -41,15 +41,15 @@ class ServiceEndpoint:
     @classmethod
     def read(cls, file: Path) -> "ServiceEndpoint | None":
         """Return the content of an endpoint file; None if it is missing, incomplete, or of another kind."""
-        found = read_object(file) or {}
+        content = read_object(file) or {}
         try:
-            weights_dir = Path(found["weights_dir"]) if found.get("weights_dir") else None
-            ready = found["state"] == "ready"
+            weights_dir = Path(content["weights_dir"]) if content.get("weights_dir") else None
+            ready = content["state"] == "ready"
             return cls(
                 file.stem,
-                str(found["kind"]),
-                url=str(found["url"]),
-                pid=int(found["pid"]),
+                str(content["kind"]),
+                url=str(content["url"]),
+                pid=int(content["pid"]),
                 ready=ready,
                 weights_dir=weights_dir,
             )

@@ -168,8 +168,8 @@ def _is_replaced(override: Any, later: list[Any]) -> bool:
 
     In a continued run the list may not have this item any more.
     """
-    above = (one for one in later if override.key_or_group.startswith(f"{one.key_or_group}."))
-    return any(not isinstance(one.value(), dict) for one in above)
+    above = (other for other in later if override.key_or_group.startswith(f"{other.key_or_group}."))
+    return any(not isinstance(other.value(), dict) for other in above)
 
 
 def _warn_of_repeated_keys(overrides: list[str]) -> None:
@@ -244,18 +244,18 @@ def _own_folder(overrides: list[Override]) -> Path | None:
 
     Raises ConfigError if the folder contains no GROUP/NAME.yaml, or one with the name of a shipped file.
     """
-    given = [override.value() for override in overrides if override.key_or_group == "config_dir"]
-    if not given or given[-1] is None:
+    folders = [override.value() for override in overrides if override.key_or_group == "config_dir"]
+    if not folders or folders[-1] is None:
         return None
-    folder, shipped = Path(os.path.abspath(_with_home(str(given[-1])))), group_options()
+    folder, shipped = Path(os.path.abspath(_with_home(str(folders[-1])))), group_options()
     own = {group: _names(folder / group) for group in shipped}
     if not any(own.values()):
         raise ConfigError(
-            f"config_dir={given[-1]}: expected a folder with files of the groups, such as data/NAME.yaml; found no"
+            f"config_dir={folders[-1]}: expected a folder with files of the groups, such as data/NAME.yaml; found no"
             f" such file. Groups: {', '.join(shipped)}"
         )
     if twice := sorted(f"{group}/{name}.yaml" for group, names in own.items() for name in names & set(shipped[group])):
-        raise ConfigError(f"config_dir={given[-1]}: {twice[0]} has the name of a shipped file. Fix: rename it")
+        raise ConfigError(f"config_dir={folders[-1]}: {twice[0]} has the name of a shipped file. Fix: rename it")
     return folder
 
 

@@ -180,8 +180,8 @@ class Trainer:
         self.stop_if_requested(step)
         if self.resets.stop is not None and step < self.cfg.trainer.grpo.max_steps:
             self.checkpoints.save(step, wait=True)
-            why = f"{self.resets.stop} (trainer.resets.mode=stop)"
-            raise StoppedCleanly(f"stopped after step {step}, which is saved: {why}; the same command continues")
+            cause = f"{self.resets.stop} (trainer.resets.mode=stop)"
+            raise StoppedCleanly(f"stopped after step {step}, which is saved: {cause}; the same command continues")
 
     def validate(self, metrics: Metrics) -> None:
         """Validate the current weights, and write the scores into the metrics and summary.json."""

@@ -105,8 +105,8 @@ def checks(cfg: "DictConfig | None" = None, python: Path | None = None, srun: st
     from nemo_prorl.launcher.doctor import devices, machine, model, network, nodes, storage
     from nemo_prorl.settings import rollout_python
 
-    given = cfg.rollout.python if cfg is not None else rollout_python(".venv/rollout/bin/python")
-    python = python or Path(given)
+    default = cfg.rollout.python if cfg is not None else rollout_python(".venv/rollout/bin/python")
+    python = python or Path(default)
     on_gpu = cfg is not None and cfg.trainer.accelerator == "gpu"
     yield machine.python()
     yield machine.packages()

@@ -181,11 +181,11 @@ def query() -> list[Gpu]:
 
 def visible(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> list[Gpu]:
     """Return the GPUs that CUDA_VISIBLE_DEVICES names, in its order; all GPUs if the variable is not set."""
-    given = environment.get("CUDA_VISIBLE_DEVICES")
-    if given is None:
+    devices = environment.get("CUDA_VISIBLE_DEVICES")
+    if devices is None:
         return list(gpus)
     chosen: list[Gpu] = []
-    for word in (part.strip() for part in given.split(",")):
+    for word in (part.strip() for part in devices.split(",")):
         if word.isdigit():
             matches = list(gpus[int(word) : int(word) + 1])
         else:

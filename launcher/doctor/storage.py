@@ -195,7 +195,7 @@ def judge_folder(facts: FolderFacts, nodes: int) -> Iterator[Check]:
         "flock fails": (facts.lock_fault, locks),
     }
     wrong = [
-        Check("run_dir", "fail", f"{where}: {what}: {fault}", fix) for what, (fault, fix) in faults.items() if fault
+        Check("run_dir", "fail", f"{where}: {defect}: {fault}", fix) for defect, (fault, fix) in faults.items() if fault
     ]
 
     def warn(text: str, fix: str) -> None:

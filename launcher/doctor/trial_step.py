@@ -156,8 +156,8 @@ class _FailureList(Events):
         super().__init__(None, run_dir)
         self.failures: list[str] = []
 
-    def failure(self, what: str, **fields: Any) -> None:
-        self.failures.append("\n".join([what, *map(str, fields.get("log", []))]))
+    def failure(self, message: str, **fields: Any) -> None:
+        self.failures.append("\n".join([message, *map(str, fields.get("log", []))]))
 
 
 @contextmanager

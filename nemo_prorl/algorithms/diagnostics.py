@@ -117,15 +117,15 @@ def gap_numbers(profile: Tensor) -> dict[str, float]:
     if not tokens:
         return {}
     place = int((counts.cumsum(0) < 0.999 * tokens).sum())
-    found = {
+    numbers = {
         "mean_ratio": float(profile[:, 1].sum() / tokens),
         "p999": float(_GAP_EDGES[min(place, len(_GAP_EDGES) - 1)]),
     }
     of_quarters = profile[:, 2:].sum(1)
     for quarter in range(_QUARTERS):
         if of_quarters[quarter]:
-            found[f"mean_abs_quarter{quarter + 1}"] = float(profile[quarter, 0] / of_quarters[quarter])
-    return found
+            numbers[f"mean_abs_quarter{quarter + 1}"] = float(profile[quarter, 0] / of_quarters[quarter])
+    return numbers
 
 
 def temperature_sums(

@@ -244,8 +244,8 @@ class _Block:
             except Exception as error:
                 self._broken = True
                 cause = getattr(error, "inner_exception", error)  # of torch's wrapper
-                what = f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}"
-                _log.warning("%s of log-probabilities is not compiled, which is slower: %s", self._name, what)
+                message = f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}"
+                _log.warning("%s of log-probabilities is not compiled, which is slower: %s", self._name, message)
         return self._body(product_CW, *arguments, reuse=True)
 
 

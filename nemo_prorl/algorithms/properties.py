@@ -108,10 +108,10 @@ def gradient(parts: list[TrialResponses], config: GRPOConfig) -> tuple[float, Te
     return math.fsum(losses), torch.cat(gradients)
 
 
-def _differs(what: str, other: tuple[float, Tensor], whole: tuple[float, Tensor], tolerance: float) -> str | None:
+def _differs(change: str, other: tuple[float, Tensor], whole: tuple[float, Tensor], tolerance: float) -> str | None:
     scale = max(1.0, abs(whole[0]), float(whole[1].abs().max()))
     gap = max(abs(other[0] - whole[0]), float((other[1].double() - whole[1].double()).abs().max())) / scale
-    return None if gap <= tolerance else f"{what}: loss or gradient differ by {gap:.2g} of their size"
+    return None if gap <= tolerance else f"{change}: loss or gradient differ by {gap:.2g} of their size"
 
 
 class _LowPrecision(TorchFunctionMode):
@@ -133,7 +133,7 @@ def _fault_of_call(function: Callable[..., Any], inputs: tuple[Tensor, ...], *mo
 
     Raises what the function raises.
     """
-    given, outputs = [x.detach().clone() for x in inputs], []
+    copies, outputs = [x.detach().clone() for x in inputs], []
     with _LowPrecision() as low:
         for _ in range(2):
             outputs.append(function(*inputs, *more))
@@ -144,7 +144,7 @@ def _fault_of_call(function: Callable[..., Any], inputs: tuple[Tensor, ...], *mo
         return f"expected a tensor of shape {tuple(inputs[0].shape)}; got {tuple(output.shape)}"
     if low.found:
         return f"it computes in {', '.join(sorted(map(str, low.found)))}; expected float32 or float64, as its arguments"
-    if changed := sum(not torch.equal(x, was) for x, was in zip(inputs, given, strict=True)):
+    if changed := sum(not torch.equal(x, was) for x, was in zip(inputs, copies, strict=True)):
         return f"it changes {changed} of its arguments in place"
     if not torch.equal(output.nan_to_num(), again.nan_to_num()):
         return "a second call with the same arguments returns something else"
@@ -459,17 +459,17 @@ def _raised(error: Exception, kind: str, place: str) -> str:
     more = lines[-1] if lines else ""
     if not lines and isinstance(cause, TypeError) and "argument" in str(cause):
         more = f"; it is called with ({', '.join(inspect.signature(_EXAMPLES[kind]).parameters)})"
-    told = str(error).rpartition(f"{place}: ")[2] if isinstance(error, ConfigError) else ""
-    return f"{told or f'it raised {type(error).__name__}: {error}'}{more}"
+    message = str(error).rpartition(f"{place}: ")[2] if isinstance(error, ConfigError) else ""
+    return f"{message or f'it raised {type(error).__name__}: {error}'}{more}"
 
 
 def _findings(checks: tuple[Check, ...], config: Any, kind: str, place: str) -> dict[str, str]:
-    found = {}
+    findings = {}
     for check in checks:
         try:
             sentence = check(config)
         except Exception as error:
             sentence = _raised(error, kind, place)
         if sentence:
-            found[check.__name__] = sentence
-    return found
+            findings[check.__name__] = sentence
+    return findings

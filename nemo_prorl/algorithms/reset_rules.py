@@ -162,12 +162,12 @@ def decide(history: History, rules: ResetRulesConfig) -> list[Finding]:
 
     Raises ConfigError if a rule of the user fails.
     """
-    found = []
+    findings = []
     for name in dict.fromkeys((*RESET_RULES, *rules.asks, *ADVISING_RULES)):
         advises = name in ADVISING_RULES and name not in rules.asks
         if advises or history.step - history.since >= rules.cooldown_steps:
-            found += findings_of(name, history, rules)
-    return [finding for finding in found if not _silent(finding, history, rules)]
+            findings += findings_of(name, history, rules)
+    return [finding for finding in findings if not _silent(finding, history, rules)]
 
 
 def findings_of(name: str, history: History, rules: ResetRulesConfig) -> list[Finding]:
@@ -183,7 +183,7 @@ def findings_of(name: str, history: History, rules: ResetRulesConfig) -> list[Fi
     rule = RULES[name]
     try:
         made = rule(history, rules)
-        found = list(made) if isinstance(made, Iterable) else [made]
+        findings = list(made) if isinstance(made, Iterable) else [made]
     except Exception as error:
         if name in RULES.names:  # a failure of our rule is not the user's configuration
             raise
@@ -191,24 +191,24 @@ def findings_of(name: str, history: History, rules: ResetRulesConfig) -> list[Fi
         raise ConfigError(
             f"{KEY}={name}: after step {history.step} it raised {type(error).__name__}: {error}{fix}"
         ) from error
-    for finding in found:
+    for finding in findings:
         if not isinstance(finding, Finding) or not math.isfinite(finding.seen + finding.threshold):
             raise ConfigError(
                 f"{KEY}={name}: expected `yield history.finding(...)`, of finite numbers; got {finding!r}"
             )
-    return [replace(finding, rule=name, asks=name in rules.asks) for finding in found]
+    return [replace(finding, rule=name, asks=name in rules.asks) for finding in findings]
 
 
 def _silent(finding: Finding, history: History, rules: ResetRulesConfig) -> bool:
-    told = history.told.get(f"{finding.rule} {finding.subject}")
-    if told is None:
+    reported = history.told.get(f"{finding.rule} {finding.subject}")
+    if reported is None:
         return False
     pause = rules.cooldown_steps
     if finding.rule == "plateau":
         pause = max(pause, rules.plateau_steps)
     elif finding.rule in ADVISING_RULES:  # a lasting state is reported at twice, four times, eight times its first step
-        pause = max(pause, told - history.since)
-    return history.step - told < pause
+        pause = max(pause, reported - history.since)
+    return history.step - reported < pause
 
 
 def replay(
@@ -278,10 +278,10 @@ def _drop(
     if not (seen > threshold and all(best - value > threshold / 2 for value in last)):
         return None
     name = key.removeprefix("validation/")
-    what = (
+    text = (
         f"{name} fell by {seen:.3g}, from {best:.3g} to {best - seen:.3g} over {width} evaluations (> {threshold:.3g})"
     )
-    return history.finding(name, seen, threshold, what)
+    return history.finding(name, seen, threshold, text)
 
 
 @RULES.register
@@ -307,11 +307,11 @@ def plateau(history: History, rules: ResetRulesConfig) -> Iterator[Finding]:
             seen = gain + t_quantile(rules.plateau_sigma, dof) * deviation * rules.plateau_steps
             if seen < rules.plateau_gain:
                 scores = f"{len(whole)} validation score{'s' if len(whole) > 1 else ''}"
-                what = (
+                text = (
                     f"the mean of {scores} changed by {gain:+.3g} in {rules.plateau_steps} steps, at most {seen:+.3g}"
                     f" (< {rules.plateau_gain:g}), by the last {length} steps"
                 )
-                yield history.finding("blend", seen, rules.plateau_gain, what)
+                yield history.finding("blend", seen, rules.plateau_gain, text)
                 return
         length *= 2
 
@@ -336,9 +336,9 @@ def kl_spike(history: History, rules: ResetRulesConfig) -> Iterator[Finding]:
     threshold = max(rules.kl_factor, math.exp(min(spread, 700.0)))
     if not high / usual > threshold:
         return
-    what = f"KL rose to {high:.3g}, {high / usual:.3g} times the {usual:.3g} of the {len(before)} steps before"
-    what += f" (> {threshold:.3g})"
-    yield history.finding("kl", high / usual, threshold, what)
+    text = f"KL rose to {high:.3g}, {high / usual:.3g} times the {usual:.3g} of the {len(before)} steps before"
+    text += f" (> {threshold:.3g})"
+    yield history.finding("kl", high / usual, threshold, text)
 
 
 # The rules that only advise compare the last mean over 10 steps with the run's lowest or highest, or with a limit.
@@ -358,8 +358,8 @@ def truncation(history: History, rules: ResetRulesConfig) -> Iterator[Finding]:
     if block := _block(history, key := "rollout/truncated"):
         now, low, _ = block
         if now - low > rules.truncation_rise:
-            what = f"{now:.1%} of the responses are cut off; it was {low:.1%} (> {rules.truncation_rise:.1%} more)"
-            yield history.finding(key, now - low, rules.truncation_rise, what)
+            text = f"{now:.1%} of the responses are cut off; it was {low:.1%} (> {rules.truncation_rise:.1%} more)"
+            yield history.finding(key, now - low, rules.truncation_rise, text)
 
 
 @RULES.register
@@ -368,8 +368,8 @@ def length(history: History, rules: ResetRulesConfig) -> Iterator[Finding]:
     if block := _block(history, key := "rollout/response_tokens"):
         now, low, _ = block
         if low and now > rules.length_factor * low:
-            what = f"responses have {now:.4g} tokens, {now / low:.3g} times their shortest (> {rules.length_factor:g})"
-            yield history.finding(key, now / low, rules.length_factor, what)
+            text = f"responses have {now:.4g} tokens, {now / low:.3g} times their shortest (> {rules.length_factor:g})"
+            yield history.finding(key, now / low, rules.length_factor, text)
 
 
 @RULES.register
@@ -378,8 +378,8 @@ def entropy(history: History, rules: ResetRulesConfig) -> Iterator[Finding]:
     if block := _block(history, key := "entropy"):
         now, _, high = block
         if now < rules.entropy_share * high:
-            what = f"entropy is {now:.3g}, {now / high:.3g} of its highest (< {rules.entropy_share:g})"
-            yield history.finding(key, now / high, rules.entropy_share, what)
+            text = f"entropy is {now:.3g}, {now / high:.3g} of its highest (< {rules.entropy_share:g})"
+            yield history.finding(key, now / high, rules.entropy_share, text)
 
 
 @RULES.register
@@ -388,8 +388,8 @@ def kl_high(history: History, rules: ResetRulesConfig) -> Iterator[Finding]:
     if block := _block(history, "kl"):
         now = block[0]
         if now > rules.kl_high:
-            what = f"KL to the reference is {now:.3g} nats per token, the mean of 10 steps (> {rules.kl_high:g})"
-            yield history.finding("kl", now, rules.kl_high, what)
+            text = f"KL to the reference is {now:.3g} nats per token, the mean of 10 steps (> {rules.kl_high:g})"
+            yield history.finding("kl", now, rules.kl_high, text)
 
 
 # --- noise -----------------------------------------------------------------------------------------------------------

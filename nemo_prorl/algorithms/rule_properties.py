@@ -127,8 +127,8 @@ RULE_CHECKS = (rule_call, repeatable, read_only)
 
 def steady(rules: ResetRulesConfig) -> str | None:
     """In a run in which nothing changes, the rule finds nothing."""
-    found = _found(rules, 1.0)
-    return f"it finds something in a run in which nothing changes, first after step {found[0].step}" if found else None
+    finds = _found(rules, 1.0)
+    return f"it finds something in a run in which nothing changes, first after step {finds[0].step}" if finds else None
 
 
 def silent(rules: ResetRulesConfig) -> str | None:

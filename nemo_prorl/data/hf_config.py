@@ -102,8 +102,8 @@ def check_computed(hf: dict[str, Any], whose: str) -> None:
         )
     heads, groups = hf.get("num_attention_heads"), hf.get("num_key_value_heads")
     if type(heads) is type(groups) is int and (groups < 1 or heads % groups):
-        why = f"expected a divisor of num_attention_heads={heads}. {_FIX}"
-        raise ConfigError(f"{whose}: num_key_value_heads={groups}: {why}")
+        rule = f"expected a divisor of num_attention_heads={heads}. {_FIX}"
+        raise ConfigError(f"{whose}: num_key_value_heads={groups}: {rule}")
     if others := sorted(set(hf.get("layer_types") or ()) - {"full_attention"}):
         raise ConfigError(f"{whose}: layer_types has {others[0]!r}; expected only 'full_attention'. {_FIX}")
     for key in ("rope_scaling", "rope_parameters"):
@@ -119,21 +119,21 @@ def check_computed(hf: dict[str, Any], whose: str) -> None:
 
 
 def _check_class(hf: dict[str, Any], whose: str) -> None:
-    expected = [ARCHITECTURES[hf["model_type"]]]
-    if (named := hf.get("architectures") or expected) != expected:
-        why = f"model_type={hf['model_type']} has {json.dumps(expected)}; engines load what this key names. {_FIX_FILE}"
-        raise ConfigError(f"{whose}: architectures={json.dumps(named)}: {why}")
+    wanted = [ARCHITECTURES[hf["model_type"]]]
+    if (named := hf.get("architectures") or wanted) != wanted:
+        cause = f"model_type={hf['model_type']} has {json.dumps(wanted)}; engines load what this key names. {_FIX_FILE}"
+        raise ConfigError(f"{whose}: architectures={json.dumps(named)}: {cause}")
 
 
 def _check_rope_once(hf: dict[str, Any], whose: str) -> None:
     """Raise ConfigError if a config.json gives two values of one setting of the rotary embedding."""
-    given: dict[str, tuple[str, Any]] = {}  # setting -> key of the first value, value
+    first_values: dict[str, tuple[str, Any]] = {}  # setting -> key of the first value, value
     places = {"": {"rope_theta": hf.get("rope_theta")}}
     places |= {f"{key}.": hf.get(key) or {} for key in ("rope_scaling", "rope_parameters")}
     for place, settings in places.items():
         for name, value in settings.items():
             setting = "rope_type" if name == "type" else name
-            key, first = given.setdefault(setting, (place + name, value)) if value is not None else ("", value)
+            key, first = first_values.setdefault(setting, (place + name, value)) if value is not None else ("", value)
             if value != first:
                 raise ConfigError(
                     f"{whose}: {key}={first} and {place}{name}={value}: expected one value, because trainer and engine"
@@ -200,9 +200,9 @@ def keys_for(shapes: Mapping[str, tuple[int, ...]], hf: dict[str, Any]) -> str:
     elif values != groups * size:  # one of both is wrong: without head_dim, no shape tells the number of heads
         sizes.append({"num_attention_heads": hidden * groups // values, "num_key_value_heads": values // size})
     return ", ".join(
-        " or ".join(f"{key}: {json.dumps(value)} instead of {json.dumps(hf.get(key))}" for key, value in one.items())
-        for one in sizes
-        if any(hf.get(key) != value for key, value in one.items())
+        " or ".join(f"{key}: {json.dumps(value)} instead of {json.dumps(hf.get(key))}" for key, value in keys.items())
+        for keys in sizes
+        if any(hf.get(key) != value for key, value in keys.items())
     )
 
 
@@ -219,8 +219,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Return the content of a model folder's config.json.  Raises ConfigError if it is missing or not JSON."""
     file = folder / "config.json"
     if not file.is_file():
-        what = "it has no config.json" if folder.is_dir() else "it does not exist"
-        raise ConfigError(f"{folder}: expected a Hugging Face model folder; {what}. Fix: the path of a complete one")
+        state = "it has no config.json" if folder.is_dir() else "it does not exist"
+        raise ConfigError(f"{folder}: expected a Hugging Face model folder; {state}. Fix: the path of a complete one")
     if fault := json_fault(file):
         raise ConfigError(fault)
     config = json.loads(file.read_text())

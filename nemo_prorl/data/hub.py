@@ -71,9 +71,9 @@ def model_folder(text: str, option: str, weights: bool) -> Path:
     """
     if text.startswith("~"):
         return Path(os.path.expanduser(text))
-    if Path(text).parent.exists() or not (found := _NAME.fullmatch(text)):
+    if Path(text).parent.exists() or not (match := _NAME.fullmatch(text)):
         return Path(text)
-    repo, revision = found["repo"], found["revision"]
+    repo, revision = match["repo"], match["revision"]
     patterns = (*_OF_MODEL, *([_WEIGHTS] if weights else []))
     instead = (
         f"if {text} is a folder, correct its path; otherwise download {', '.join(patterns)} of"

@@ -47,7 +47,7 @@ class SourceLengths:
 
     @property
     def share(self) -> str:
-        """Return in words how many of the records are longer than the limit."""
+        """Return as text how many of the records are longer than the limit."""
         return f"{self.longer:,} of {self.records:,} ({self.longer / self.records:.2%})"
 
 
@@ -61,22 +61,22 @@ class FittedData:
 
     def words(self) -> str:
         """Return one line for `prorl plan`: what the limit leaves out, by source."""
-        train = [one for one in self.sources if one.part == "train"]
-        text = f"training at most {max((one.longest for one in train), default=0):,} tokens"
+        train = [source for source in self.sources if source.part == "train"]
+        text = f"training at most {max((source.longest for source in train), default=0):,} tokens"
         if self.most is not None:
-            shares = ", ".join(f"{one.source} {one.share if one.longer else 'none'}" for one in train)
+            shares = ", ".join(f"{source.source} {source.share if source.longer else 'none'}" for source in train)
             text += f"; longer than {self.most:,} (data.max_prompt_tokens) and left out: {shares}"
-        held_out = [one for one in self.sources if one.part == "validation"]
+        held_out = [source for source in self.sources if source.part == "validation"]
         if held_out:
-            text += f"; validation at most {max(one.longest for one in held_out):,}, none left out"
+            text += f"; validation at most {max(source.longest for source in held_out):,}, none left out"
         return text
 
     def tell(self) -> None:
         """Log for each source how many training prompts are left out."""
-        for one in self.sources:
-            if one.part == "train" and one.longer:
+        for source in self.sources:
+            if source.part == "train" and source.longer:
                 text = "data source '%s': %s prompts have more than data.max_prompt_tokens=%d tokens and are left out"
-                _log.warning(text, one.source, one.share, self.most)
+                _log.warning(text, source.source, source.share, self.most)
 
 
 def fit(cfg: Any, data: LoadedData, lengths: "PromptLengths") -> FittedData:
@@ -105,7 +105,7 @@ def fit(cfg: Any, data: LoadedData, lengths: "PromptLengths") -> FittedData:
                     text = f"{longer} of {len(records)} prompts have more than data.max_prompt_tokens={most} tokens"
                     raise DataError(f"data source '{source.name}': {text}; no record is left. Fix: raise this key")
                 train.append((source, [record for record, _ in kept]))
-            record, longest = max(kept, key=lambda one: one[1])
+            record, longest = max(kept, key=lambda pair: pair[1])
             sources.append(SourceLengths(part, source.name, len(records), longer, longest))
             if over := sum(count >= context for _, count in kept):
                 faults.append(
@@ -133,13 +133,13 @@ def _no_room(faults: Sequence[_TooLong], context: int, folder: Path, made: bool)
         made: the tokenizer is made from the training data, so it does not know all words of validation.
     """
     lines = [
-        f"  data.{one.part}, source {one.source!r}: {one.number} of {one.records} prompts; the longest, record"
-        f" {one.record!r}, has {one.tokens} tokens"
-        for one in faults
+        f"  data.{fault.part}, source {fault.source!r}: {fault.number} of {fault.records} prompts; the longest, record"
+        f" {fault.record!r}, has {fault.tokens} tokens"
+        for fault in faults
     ]
-    parts = {one.part for one in faults}
-    leaves_some = all(one.number < one.records for one in faults if one.part == "train")
-    fixes = [f"trainer.grpo.context_tokens above {max(one.tokens for one in faults)}"]
+    parts = {fault.part for fault in faults}
+    leaves_some = all(fault.number < fault.records for fault in faults if fault.part == "train")
+    fixes = [f"trainer.grpo.context_tokens above {max(fault.tokens for fault in faults)}"]
     if "train" in parts and leaves_some:
         fixes.insert(0, f"data.max_prompt_tokens below {context} leaves long prompts of data.train out")
     if "validation" in parts:
@@ -185,8 +185,8 @@ class PromptLengths:
         file, places = Path(source.path), _places(source.path)
         name = f"{file.name}-{key[:24]}.json"
         for place in places:
-            if (found := _read(place / name, key, len(records))) is not None:
-                return found
+            if (cached := _read(place / name, key, len(records))) is not None:
+                return cached
         counts = self._counted(source, records)
         for place in places:
             if _write(place, name, file.name, {"key": key, "tokens": counts}):
@@ -214,15 +214,15 @@ class PromptLengths:
     @cached_property
     def _model(self) -> list[str]:
         """Return what a count depends on besides the prompts: packages and the names and hashes of tokenizer files."""
-        found = [f"{package} {version(package)}" for package in ("transformers", "tokenizers")]
+        parts = [f"{package} {version(package)}" for package in ("transformers", "tokenizers")]
         for file in sorted({file for pattern in _TOKENIZER for file in self.folder.glob(pattern)}):
             if file.name.endswith(".index.json"):  # of the weights
                 continue
             content = file.read_bytes()
-            found.append(f"{file.relative_to(self.folder)} {hashlib.sha256(content).hexdigest()}")
+            parts.append(f"{file.relative_to(self.folder)} {hashlib.sha256(content).hexdigest()}")
             if b"strftime_now" in content:  # the template writes the date into each prompt
-                found.append(date.today().isoformat())
-        return found
+                parts.append(date.today().isoformat())
+        return parts
 
 
 def _places(path: str) -> list[Path]:
@@ -236,9 +236,9 @@ def _places(path: str) -> list[Path]:
 def _read(file: Path, key: str, number: int) -> list[int] | None:
     """Return the lengths in a cache file; None if there is no such file, or if it is not what `_write` wrote."""
     try:
-        found = json.loads(file.read_bytes())
-        tokens = found["tokens"]
-        fits = found["key"] == key and len(tokens) == number and all(type(one) is int and one > 0 for one in tokens)
+        cache = json.loads(file.read_bytes())
+        tokens = cache["tokens"]
+        fits = cache["key"] == key and len(tokens) == number and all(type(size) is int and size > 0 for size in tokens)
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return tokens if fits else None

@@ -33,16 +33,16 @@ def model_fault(folder: Path) -> str | None:
 def no_config(folder: Path) -> str:
     """Return that a folder has no config.json, what it is instead, and the fix."""
     if (folder / "adapter_config.json").is_file():
-        found, fix = "an adapter", "merge it into its model (peft: merge_and_unload), and save_pretrained the result"
+        kind, fix = "an adapter", "merge it into its model (peft: merge_and_unload), and save_pretrained the result"
     elif folder.suffix == ".gguf" or any(folder.glob("*.gguf")):
-        found, fix = "GGUF, which is not for training", "the same model's folder with config.json and *.safetensors"
+        kind, fix = "GGUF, which is not for training", "the same model's folder with config.json and *.safetensors"
     elif (folder / "checkpoints").is_dir() or (folder / "state.json").is_file():
-        found, fix = "a run or checkpoint of this project", f"prorl export-hf {folder} NEW, then NEW"
+        kind, fix = "a run or checkpoint of this project", f"prorl export-hf {folder} NEW, then NEW"
     elif inner := sorted(path.parent for path in folder.glob("*/config.json")):
-        found, fix = "a folder of models", str(inner[-1])
+        kind, fix = "a folder of models", str(inner[-1])
     else:
-        found, fix = "a folder without config.json" if folder.is_dir() else "a file", "the folder of a complete model"
-    return f"expected a Hugging Face model folder; got {found}. Fix: {fix}"
+        kind, fix = "a folder without config.json" if folder.is_dir() else "a file", "the folder of a complete model"
+    return f"expected a Hugging Face model folder; got {kind}. Fix: {fix}"
 
 
 class _Tensor(NamedTuple):
@@ -61,40 +61,40 @@ def weights_fault(folder: Path) -> str | None:
 
     Raises ConfigError: config.json cannot be read, or the actor does not support the model.
     """
-    found: dict[str, _Tensor] = {}
+    tensors: dict[str, _Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         try:
-            found |= _tensors_in(file)
+            tensors |= _tensors_in(file)
         except (OSError, ValueError, KeyError) as error:
             broken = f"{file}: expected a whole file in the safetensors format ({error}). Fix: copy it again"
             return pointer_fault(file) or broken
-    if not found:
+    if not tensors:
         return None
     if fault := _index_fault(folder, {file.name for file in folder.glob("*.safetensors")}):
         return fault
     hf = read_config(folder)
     wanted = tensor_shapes(hf, str(folder / "config.json"))
-    more = [name for name in found if name not in wanted and takes_part(name, hf)]
-    wrong = next((name for name, shape in wanted.items() if name in found and found[name].shape != shape), None)
-    other = next((name for name in wanted if name in found and found[name].dtype not in _DTYPES), None)
-    if lacking := [name for name in wanted if name not in found]:
+    more = [name for name in tensors if name not in wanted and takes_part(name, hf)]
+    wrong = next((name for name, shape in wanted.items() if name in tensors and tensors[name].shape != shape), None)
+    other = next((name for name in wanted if name in tensors and tensors[name].dtype not in _DTYPES), None)
+    if lacking := [name for name in wanted if name not in tensors]:
         fault = f"{len(lacking)} tensors that config.json asks for are missing, such as {lacking[0]}"
     elif more:
         fault = f"{len(more)} tensors that config.json does not have, such as {min(more)}"
     elif wrong is not None:
-        fault = f"{wrong} has the shape {list(found[wrong].shape)}; config.json asks for {list(wanted[wrong])}"
+        fault = f"{wrong} has the shape {list(tensors[wrong].shape)}; config.json asks for {list(wanted[wrong])}"
     elif other is not None:
-        dtype = f"{other} has the dtype {found[other].dtype}; expected {' or '.join(_DTYPES)}"
+        dtype = f"{other} has the dtype {tensors[other].dtype}; expected {' or '.join(_DTYPES)}"
         return f"{folder}: {dtype}. Fix: the weights of this model in floating point"
-    elif HEAD in found and HEAD not in wanted and not _equal(found[HEAD], found[_EMBEDDING]):
+    elif HEAD in tensors and HEAD not in wanted and not _equal(tensors[HEAD], tensors[_EMBEDDING]):
         return (
             f"{folder}: tie_word_embeddings=true in config.json, but {HEAD} differs from {_EMBEDDING}: the model has"
             " an output layer of its own. Fix: tie_word_embeddings=false in config.json, or delete this tensor"
         )
     else:
         return None
-    keys = keys_for({name: tensor.shape for name, tensor in found.items()}, hf)
-    fix = f"in config.json {keys}; or the weights of this config.json" if keys else _fix_of_names(found, wanted)
+    keys = keys_for({name: tensor.shape for name, tensor in tensors.items()}, hf)
+    fix = f"in config.json {keys}; or the weights of this config.json" if keys else _fix_of_names(tensors, wanted)
     return f"{folder}: the weights are not of this config.json: {fault}. Fix: {fix}"
 
 
@@ -110,7 +110,7 @@ def _fix_of_names(names: Collection[str], wanted: Collection[str]) -> str:
 def _index_fault(folder: Path, files: set[str]) -> str | None:
     """Return that other files of weights are there than the index names, or an adapter's."""
     named = set(_json(folder / "model.safetensors.index.json").get("weight_map", {}).values())
-    of_parts = [found for found in map(_PART.search, files) if found]
+    of_parts = [match for match in map(_PART.search, files) if match]
     if not named and of_parts and len(of_parts) != (parts := int(of_parts[0][1])):
         return f"{folder}: {len(of_parts)} of {parts} files of weights. Fix: copy the other files of the model, too"
     if missing := sorted(named - files):
@@ -149,18 +149,18 @@ def _tensors_in(file: Path) -> dict[str, _Tensor]:
         raise ValueError("its end is cut off")
     start = 8 + length
     return {
-        name: _Tensor(file, one["dtype"], tuple(one["shape"]), *(start + at for at in one["data_offsets"]))
-        for name, one in header.items()
+        name: _Tensor(file, tensor["dtype"], tuple(tensor["shape"]), *(start + at for at in tensor["data_offsets"]))
+        for name, tensor in header.items()
     }
 
 
-def _equal(one: _Tensor, two: _Tensor) -> bool:
-    if (one.dtype, one.shape) != (two.dtype, two.shape):
+def _equal(left: _Tensor, right: _Tensor) -> bool:
+    if (left.dtype, left.shape) != (right.dtype, right.shape):
         return False
-    with one.file.open("rb") as first, two.file.open("rb") as second:
-        first.seek(one.begin)
-        second.seek(two.begin)
-        size = one.end - one.begin
+    with left.file.open("rb") as first, right.file.open("rb") as second:
+        first.seek(left.begin)
+        second.seek(right.begin)
+        size = left.end - left.begin
         parts = (min(_CHUNK, size - at) for at in range(0, size, _CHUNK))
         return all(first.read(part) == second.read(part) for part in parts)
 
@@ -172,8 +172,8 @@ def tokenizer_fault(folder: Path) -> str | None:
         if file.is_file() and (fault := json_fault(file) if file.suffix == ".json" else pointer_fault(file)):
             return fault
     lacks = [] if (folder / "tokenizer_config.json").is_file() else ["no tokenizer_config.json"]
-    found = {file.name for pattern in _VOCABULARIES for file in folder.glob(pattern)}
-    if not found or (found == {"vocab.json"} and not (folder / "merges.txt").is_file()):
+    vocabularies = {file.name for pattern in _VOCABULARIES for file in folder.glob(pattern)}
+    if not vocabularies or (vocabularies == {"vocab.json"} and not (folder / "merges.txt").is_file()):
         lacks.append("no vocabulary (tokenizer.json, or vocab.json with merges.txt)")
     settings = _json(folder / "tokenizer_config.json")
     newer = None
@@ -242,12 +242,12 @@ def unwritten_eos(folder: Path) -> str | None:
         return None
     try:
         dialogue = [{"role": "user", "content": "PROMPT"}, {"role": "assistant", "content": reply}]
-        _, found, end = rendered(template, dialogue, add_generation_prompt=False, eos_token=eos).rpartition(reply)
+        _, separator, end = rendered(template, dialogue, add_generation_prompt=False, eos_token=eos).rpartition(reply)
         tokens, end = _added(folder), end.lstrip()
     except Exception:  # a template may raise anything
         return None
     closing = max((token for token in tokens if token and end.startswith(token)), key=len, default=None)
-    if not found or closing is None or eos in end:
+    if not separator or closing is None or eos in end:
         return None
     named = [name for name in ("config.json", "generation_config.json") if "eos_token_id" in _json(folder / name)]
     return (

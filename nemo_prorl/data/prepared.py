@@ -55,7 +55,7 @@ def missing_files(cfg: DictConfig) -> list[tuple[str, str]]:
 
 def is_elsewhere(cfg: DictConfig) -> bool:
     """Return whether data files are missing, and this machine does not have the folder of any data file."""
-    paths = [one.path for part in ("train", "validation") for one in cfg.data[part] if one.path is not None]
+    paths = [source.path for part in ("train", "validation") for source in cfg.data[part] if source.path is not None]
     return bool(missing_files(cfg)) and not any(Path(path).parent.is_dir() for path in paths)
 
 
@@ -122,7 +122,7 @@ def missing_tasks(cfg: DictConfig) -> list[str]:
 
 def faults(cfg: DictConfig) -> list[str]:
     """Return one message per fault of a run's data, with the command or key that fixes it."""
-    found = []
+    messages = []
     if missing := missing_files(cfg):
         lines, shipped = [], False
         for key, path in missing:
@@ -130,8 +130,8 @@ def faults(cfg: DictConfig) -> list[str]:
             if (inside := Path(path, f"{part}.jsonl")).is_file():
                 lines.append(f"  {key}={path}: it is a folder. Fix: {key}={inside}")
                 continue
-            what = "it is a folder" if Path(path).is_dir() else "no such file"
-            lines.append(f"  {key}={path}: {what}; expected one prompt record (JSON object) per line")
+            state = "it is a folder" if Path(path).is_dir() else "no such file"
+            lines.append(f"  {key}={path}: {state}; expected one prompt record (JSON object) per line")
             command = preparing(path)
             shipped = shipped or command is not None
             lines.append(
@@ -144,17 +144,17 @@ def faults(cfg: DictConfig) -> list[str]:
                 " (docs/howto/prepare_data.md); name their folder (data.folder=FOLDER); or choose other data"
                 " (data=NAME)"
             )
-        found.append("\n".join([f"data: {files} missing, relative to {Path.cwd()}", *lines]))
+        messages.append("\n".join([f"data: {files} missing, relative to {Path.cwd()}", *lines]))
     if lacking := missing_tasks(cfg):
         names = ", ".join(source.name for source in cfg.data.train)
-        found.append(
+        messages.append(
             f"data.tasks={list(cfg.data.tasks)}: no source of data.train ({names}) has records of {', '.join(lacking)}."
             " Fix: data=prorl, data=domains (generated problems), or the tasks to train on, as data.tasks=[math]"
         )
-    return found
+    return messages
 
 
 def check_data(cfg: DictConfig) -> None:
     """Raise ConfigError naming every missing file and task of a run's data."""
-    if found := faults(cfg):
-        raise ConfigError("\n".join(found))
+    if messages := faults(cfg):
+        raise ConfigError("\n".join(messages))

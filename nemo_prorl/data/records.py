@@ -178,7 +178,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def _expected(kind: Any, field: int | str) -> str:
-    """Return in words the expected value of a field; the field belongs to `kind` or to a type nested in `kind`."""
+    """Return as text the expected value of a field; the field belongs to `kind` or to a type nested in `kind`."""
     for inner in (kind, Message, StreamTest if kind is StreamTruth else CallTest, PuzzleEntry):
         for mark in getattr(get_type_hints(inner, include_extras=True).get(str(field)), "__metadata__", ()):
             if text := mark.text if isinstance(mark, Expected) else getattr(mark, "description", None):
@@ -200,28 +200,28 @@ def _check(value: Any, kind: Any, where: str, field: str) -> None:
         fault, *others = error.errors()
     else:
         return
-    name, found = field, value
+    name, wrong = field, value
     for part in fault["loc"][1:]:
-        if isinstance(found, list) and isinstance(part, int):
-            name, found = f"{name}[{part}]", found[part]
-        elif isinstance(found, dict) and (part in found or fault["type"] == "missing"):
-            name, found = f"{name}.{part}".lstrip("."), found.get(part)
+        if isinstance(wrong, list) and isinstance(part, int):
+            name, wrong = f"{name}[{part}]", wrong[part]
+        elif isinstance(wrong, dict) and (part in wrong or fault["type"] == "missing"):
+            name, wrong = f"{name}.{part}".lstrip("."), wrong.get(part)
     if fault["type"] == "missing":
-        same = [one for one in others if (one["type"], one["loc"][:-1]) == ("missing", fault["loc"][:-1])]
-        also = f"; also missing: {', '.join(repr(one['loc'][-1]) for one in same)}" if same else ""
+        same = [other for other in others if (other["type"], other["loc"][:-1]) == ("missing", fault["loc"][:-1])]
+        also = f"; also missing: {', '.join(repr(other['loc'][-1]) for other in same)}" if same else ""
         raise DataError(f"{where}: field {name!r} is missing; it must be {_expected(kind, fault['loc'][-1])}{also}")
-    shown = shortened(json.dumps(found, default=repr))
+    shown = shortened(json.dumps(wrong, default=repr))
     message = fault["msg"]  # pydantic's message if the type does not have an `Expected`
     right = message.replace("Input should be", "it must be") if " should " in message else f"it must be {message}"
-    if name == "truth" and isinstance(found, str | int | float):
-        right += f". For an answer write {json.dumps({'answer': str(found)[:80]})}"
+    if name == "truth" and isinstance(wrong, str | int | float):
+        right += f". For an answer write {json.dumps({'answer': str(wrong)[:80]})}"
     raise DataError(f"{where}: field {name!r} is {shown}; {right}")
 
 
 def _check_truth(task: str, truth: dict[str, Any], where: str) -> None:
-    for one, other in _EITHER:
-        if one in truth and other in truth:
-            raise DataError(f"{where}: field 'truth' has both {one!r} and {other!r}; it must have only one of them")
+    for first, second in _EITHER:
+        if first in truth and second in truth:
+            raise DataError(f"{where}: field 'truth' has both {first!r} and {second!r}; it must have only one of them")
     forms = TRUTHS[task]
     _check(truth, next(kind for field, kind in forms.items() if field in truth or not field), where, "truth")
     if task == "instructions" and len(truth["kwargs"]) != len(truth["instruction_id_list"]):
@@ -284,8 +284,8 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = []
     lines: dict[str, int] = {}
     try:
-        for where, number, found in _objects(path):
-            record = validate_record(found, where)
+        for where, number, obj in _objects(path):
+            record = validate_record(obj, where)
             first = lines.setdefault(record["id"], number)
             if first != number:
                 raise DataError(f"{where}: field 'id' is {record['id']!r}, as in line {first}; ids must differ")

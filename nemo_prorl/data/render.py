@@ -100,17 +100,17 @@ class PromptRenderer:
 
     def lengths(self, records: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the number of tokens of each record's prompt, like `length`, in batches and on all cores."""
-        found: list[int] = []
+        lengths: list[int] = []
         for start in range(0, len(records), _BATCH):
             some = records[start : start + _BATCH]
             texts = [self._text(record) for record in some]
             with _all_cores():
                 ids = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-            counts = [len(one) for one in ids["input_ids"]]
+            counts = [len(prompt) for prompt in ids["input_ids"]]
             if 0 in counts:
                 raise _empty(some[counts.index(0)])
-            found += counts
-        return found
+            lengths += counts
+        return lengths
 
     def _rendered(self, record: Mapping[str, Any]) -> list[int]:
         if not (ids := self.encode(self._text(record))):
@@ -156,7 +156,7 @@ class PromptRenderer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens such as bos, eos and pad but with the `<think>` tags."""
-        shown = [one for one in ids if one not in self._hidden]
+        shown = [token for token in ids if token not in self._hidden]
         return str(self._tokenizer.decode(shown, clean_up_tokenization_spaces=False))
 
 

@@ -83,10 +83,10 @@ class Benchmark:
             raise ValueError("expected exactly one of 'prompts' (name of a file or folder in --data) and 'generate'")
         return self
 
-    def changed(self, given: Mapping[str, Any]) -> "Benchmark":
+    def changed(self, values: Mapping[str, Any]) -> "Benchmark":
         """Return a copy with these sampling values replaced.  Raises ConfigError for an invalid value."""
         try:
-            return replace(self, sampling=replace(self.sampling, **given))
+            return replace(self, sampling=replace(self.sampling, **values))
         except ValidationError as error:
             raise _wrong(self.name, error) from None
 
@@ -105,7 +105,7 @@ def _wrong(where: object, error: ValidationError) -> ConfigError:
     key = ".".join(map(str, first["loc"]))
     if first["type"] == "unexpected_keyword_argument":
         inner = Sampling if first["loc"][0] == "sampling" else Benchmark
-        known = [one.name for one in fields(inner) if one.name not in ("name", "sha256", "file")]
+        known = [field.name for field in fields(inner) if field.name not in ("name", "sha256", "file")]
         near = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
         guess = f" Did you mean {near[0]}?" if near else ""
         return ConfigError(f"{where}: unknown key {key} (={first['input']}).{guess} Known: {', '.join(known)}")
@@ -115,11 +115,11 @@ def _wrong(where: object, error: ValidationError) -> ConfigError:
 
 def catalogue(own: Iterable[str] = ()) -> dict[str, Benchmark]:
     """Return all benchmarks by name: shipped ones, those of installed packages, and the user's files `own`."""
-    found = {path.stem: read(path) for path in sorted(FOLDER.glob("*.yaml"))}
+    benchmarks = {path.stem: read(path) for path in sorted(FOLDER.glob("*.yaml"))}
     for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
         with importlib.resources.as_file(importlib.resources.files(point.value)) as folder:
-            found |= {path.stem: read(path, str(path)) for path in sorted(folder.glob("*.yaml"))}
-    return found | {Path(path).stem: read_own(Path(path)) for path in own}
+            benchmarks |= {path.stem: read(path, str(path)) for path in sorted(folder.glob("*.yaml"))}
+    return benchmarks | {Path(path).stem: read_own(Path(path)) for path in own}
 
 
 def read(path: Path, own: str | None = None) -> Benchmark:
@@ -165,7 +165,7 @@ def choose(text: str) -> list[Benchmark]:
         ConfigError: A name is unknown (the message lists the known names and sets), or a file is not a benchmark.
     """
     known = catalogue()
-    sets = sorted({name for one in known.values() for name in one.sets})
+    sets = sorted({name for benchmark in known.values() for name in benchmark.sets})
     chosen: dict[str, Benchmark] = {}
     for word in filter(None, (part.strip() for part in text.split(","))):
         if word.endswith((".yaml", ".jsonl", ".csv", ".tsv")):
@@ -177,14 +177,14 @@ def choose(text: str) -> list[Benchmark]:
                 )
             chosen[own.name] = own
             continue
-        found = [one for one in known.values() if word == one.name or word in one.sets]
-        if not found:
+        matches = [benchmark for benchmark in known.values() if word == benchmark.name or word in benchmark.sets]
+        if not matches:
             near = difflib.get_close_matches(word.lower(), [*known, *sets], n=1)
             hint = f" Did you mean {near[0]}?" if near else ""
             raise ConfigError(
                 f"--benchmarks {word}: no such benchmark.{hint} Known are {', '.join(known)}; sets: {', '.join(sets)}"
             )
-        chosen.update({one.name: one for one in found})
+        chosen.update({benchmark.name: benchmark for benchmark in matches})
     if not chosen:
         raise ConfigError(
             f"--benchmarks: expected at least one name; known are {', '.join(known)}; sets: {', '.join(sets)}"
@@ -194,16 +194,16 @@ def choose(text: str) -> list[Benchmark]:
 
 def check_files(chosen: Iterable[Benchmark], data: Path | None) -> None:
     """Raise DataError if prompt files are missing, naming each file and how to get it."""
-    lacking = [one for one in chosen if one.prompts is not None and file_of(one, data) is None]
+    lacking = [entry for entry in chosen if entry.prompts is not None and file_of(entry, data) is None]
     if not lacking:
         return
     lines = [
-        f"  {one.name}: {one.prompts}.jsonl or {one.prompts}/validation.jsonl ({one.prepare})"
-        if one.file is None
-        else f"  {one.name}: {Path(one.file).parent / str(one.prompts)}, which {one.file} names (prompts)"
-        for one in lacking
+        f"  {entry.name}: {entry.prompts}.jsonl or {entry.prompts}/validation.jsonl ({entry.prepare})"
+        if entry.file is None
+        else f"  {entry.name}: {Path(entry.file).parent / str(entry.prompts)}, which {entry.file} names (prompts)"
+        for entry in lacking
     ]
-    if sum("paper" in one.sets for one in lacking) > 1:
+    if sum("paper" in entry.sets for entry in lacking) > 1:
         lines.append(f"Fix: prorl data prepare paper --out {data or 'DIR'} makes all of the set paper (DIR: --data)")
     where = "--data DIR was not given" if data is None else f"{data} (--data) does not contain it"
     raise DataError(
@@ -274,7 +274,7 @@ def part_of(record: Mapping[str, Any]) -> str:
 def table(chosen: Iterable[Benchmark]) -> list[list[str]]:
     """Return the rows that `--list` prints."""
     rows = [["benchmark", "domain", "metric", "samples", "context", "sets", "needs"]]
-    for one in chosen:
-        numbers = [str(one.sampling.samples), str(one.sampling.context)]
-        rows.append([one.name, one.domain, one.metric, *numbers, ",".join(one.sets), one.prompts or "nothing"])
+    for entry in chosen:
+        counts = [str(entry.sampling.samples), str(entry.sampling.context)]
+        rows.append([entry.name, entry.domain, entry.metric, *counts, ",".join(entry.sets), entry.prompts or "nothing"])
     return rows

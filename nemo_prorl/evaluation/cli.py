@@ -128,8 +128,8 @@ def _evaluate(args: argparse.Namespace) -> int:
         )
     if args.benchmarks is None:
         raise ConfigError("--benchmarks A,B is missing; prorl evaluate --list shows the names")
-    given = {name: getattr(args, name) for name in _SAMPLING if getattr(args, name) is not None}
-    chosen = [one.changed(given) for one in choose(args.benchmarks)]
+    sampling = {name: getattr(args, name) for name in _SAMPLING if getattr(args, name) is not None}
+    chosen = [benchmark.changed(sampling) for benchmark in choose(args.benchmarks)]
     if not args.compare:
         return _run(args, chosen)[1]
     from nemo_prorl.evaluation.published import column_of
@@ -146,30 +146,30 @@ def _run(
     """Evaluate, print the table, and return the content of results.json and the exit code."""
     from nemo_prorl.evaluation.run import EvaluationOptions, evaluate
 
-    options = {one.name: getattr(args, one.name) for one in fields(EvaluationOptions) if hasattr(args, one.name)}
+    options = {item.name: getattr(args, item.name) for item in fields(EvaluationOptions) if hasattr(args, item.name)}
     options |= {
         "benchmarks": benchmarks,
         "overrides": tuple(args.overrides),
         "seed": 1 if args.seed is None else args.seed,
     }
-    found = evaluate(EvaluationOptions(**options, expected=expected))
-    _print(found, args.out)
-    if found["complete"]:
-        return found, 0
-    lacking = sum(entry["unjudged"] for entry in found["benchmarks"].values())
-    verdicts = [one for name in found["benchmarks"] for one in Store(args.out, name, writable=False).verdicts.values()]
-    why = next((f"; the first: {one['detail']}" for one in verdicts if one["score"] is None), "")
+    result = evaluate(EvaluationOptions(**options, expected=expected))
+    _print(result, args.out)
+    if result["complete"]:
+        return result, 0
+    lacking = sum(entry["unjudged"] for entry in result["benchmarks"].values())
+    stored = [line for name in result["benchmarks"] for line in Store(args.out, name, writable=False).verdicts.values()]
+    reason = next((f"; the first: {line['detail']}" for line in stored if line["score"] is None), "")
     fix = "run the same command again"
-    if " raised " in why:
+    if " raised " in reason:
         fix = f"correct it, and `prorl evaluate --judge-again --out {args.out}`"
-    _log.error("prorl: %d responses have no verdict and are left out%s. Fix: %s", lacking, why, fix)
-    return found, 1
+    _log.error("prorl: %d responses have no verdict and are left out%s. Fix: %s", lacking, reason, fix)
+    return result, 1
 
 
-def _print(found: "EvaluationResults", out: Path) -> None:
+def _print(result: "EvaluationResults", out: Path) -> None:
     from nemo_prorl.evaluation.results import table
 
-    sys.stdout.write(table(found))
+    sys.stdout.write(table(result))
     _log.info(
         "pass@1, reward and pass@k in percent, with standard errors over prompts; all numbers: %s/results.json", out
     )
@@ -185,12 +185,12 @@ def _judge_again(args: argparse.Namespace) -> int:
             )
     from nemo_prorl.evaluation.judge_again import judge_again
 
-    found, changes = judge_again(args.out, args.overrides)
+    result, changes = judge_again(args.out, args.overrides)
     sys.stdout.write("\n".join(changes.lines()) + "\n")
-    _print(found, args.out)
-    for name, entry in found["benchmarks"].items():
-        sys.stdout.write(f"{name}: judged by {entry['scorer']} at {found['time']['judged']}\n")
-    if not found["complete"]:
+    _print(result, args.out)
+    for name, entry in result["benchmarks"].items():
+        sys.stdout.write(f"{name}: judged by {entry['scorer']} at {result['time']['judged']}\n")
+    if not result["complete"]:
         _log.warning(
             "responses are missing; the command of the evaluation samples them and judges them with this scorer"
         )
@@ -208,7 +208,7 @@ def _again(args: argparse.Namespace) -> int:
     if args.out.resolve() == args.manifest.resolve().parent:
         raise ConfigError(f"--out {args.out}: is the folder of the manifest itself; give another folder")
     own = [entry["file"] for entry in expected["benchmarks"].values() if "file" in entry]
-    known, keys = catalogue(own), {one.name for one in fields(Sampling)}
+    known, keys = catalogue(own), {field.name for field in fields(Sampling)}
     chosen = []
     for name, entry in expected["benchmarks"].items():
         if name not in known or set(entry["sampling"]) != keys:
@@ -226,12 +226,12 @@ def _again(args: argparse.Namespace) -> int:
     args.model = args.model or model.get("url") or model["folder"]
     args.data = args.data or (None if expected["data"] is None else Path(expected["data"]))
     args.seed, args.limit = expected["seed"], expected["limit"]
-    found, code = _run(args, chosen, expected)
+    result, code = _run(args, chosen, expected)
     earlier = args.manifest.parent / "results.json"
     if not earlier.is_file():
         _log.warning("%s does not exist: the numbers are not compared with the earlier evaluation", earlier)
         return code
-    unequal = differences(read_json(earlier), found)
+    unequal = differences(read_json(earlier), result)
     if not unequal:
         sys.stdout.write(f"equal to {earlier}\n")
         return code
@@ -244,34 +244,34 @@ def _compare(args: argparse.Namespace) -> int:
     if args.model is not None:
         raise ConfigError(f"{args.model}: expected no MODEL with --compare {' '.join(args.compare)}")
     if args.compare[0] == PAPER:
-        folders = [Path(one) for one in args.compare[1:]] or ([args.out] if args.out else [])
+        folders = [Path(folder) for folder in args.compare[1:]] or ([args.out] if args.out else [])
         if not folders:
             raise ConfigError("--compare paper: expected folders of evaluations. Fix: --compare paper DIR")
-        given = [None] * len(folders) if args.columns is None else args.columns.split(",")
-        if len(given) != len(folders):
+        columns = [None] * len(folders) if args.columns is None else args.columns.split(",")
+        if len(columns) != len(folders):
             raise ConfigError(f"--as={args.columns}: expected {len(folders)} names, as many as folders")
-        return _compare_with_paper(args.out, folders, given)
+        return _compare_with_paper(args.out, folders, columns)
     if args.columns is not None:
         raise ConfigError(f"--as={args.columns}: expected --compare paper DIR")
     from nemo_prorl.evaluation import compare
 
-    found = compare.compare(compare.read([Path(one) for one in args.compare]))
-    return _show(found, compare.table(found), args.out, "comparison.json")
+    comparison = compare.compare(compare.read([Path(folder) for folder in args.compare]))
+    return _show(comparison, compare.table(comparison), args.out, "comparison.json")
 
 
 def _compare_with_paper(out: Path | None, folders: list[Path], columns: list[str | None]) -> int:
     from nemo_prorl.evaluation import compare, published
 
-    found = published.compare(compare.read(folders, least=1), columns)
-    return _show(found, published.table(found), out, "published.json")
+    comparison = published.compare(compare.read(folders, least=1), columns)
+    return _show(comparison, published.table(comparison), out, "published.json")
 
 
-def _show(found: Any, text: str, out: Path | None, name: str) -> int:
+def _show(comparison: Any, text: str, out: Path | None, name: str) -> int:
     """Print the table of a comparison, and write the comparison to the file `name` in the folder `out`."""
     from nemo_prorl.files import write_json
 
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        write_json(out / name, found)
+        write_json(out / name, comparison)
     sys.stdout.write(text)
     return 0

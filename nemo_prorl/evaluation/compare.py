@@ -82,11 +82,11 @@ def _read(name: str, folder: Path) -> Evaluated:
     manifest: EvaluationManifest = read_json(folder / "manifest.json")
     if not (read_object(folder / "results.json") or {}).get("complete"):
         _log.warning("%s: not all responses are judged; prorl evaluate with the same arguments completes it", folder)
-    found = {}
+    samples = {}
     for benchmark, entry in manifest["benchmarks"].items():
         store = Store(folder, benchmark, writable=False)
-        found[benchmark] = scored(store.records(), store.lines, store.verdicts, entry["sampling"]["samples"])
-    return Evaluated(name, folder, manifest, found)
+        samples[benchmark] = scored(store.records(), store.lines, store.verdicts, entry["sampling"]["samples"])
+    return Evaluated(name, folder, manifest, samples)
 
 
 def compare(models: Sequence[Evaluated]) -> EvaluationComparison:
@@ -100,8 +100,8 @@ def compare(models: Sequence[Evaluated]) -> EvaluationComparison:
         _check_comparable(name, models)
         _tell_other_sampling(name, models)
         about = models[0].manifest["benchmarks"][name]
-        found = {model.name: model.found[name] for model in models}
-        entry, pairs = _entry(found, name)
+        samples = {model.name: model.found[name] for model in models}
+        entry, pairs = _entry(samples, name)
         paired |= {(other, name): pair for other, pair in pairs.items()}
         entries[name] = {
             "title": about["title"],
@@ -109,10 +109,10 @@ def compare(models: Sequence[Evaluated]) -> EvaluationComparison:
             "metric": about["metric"],
             "out_of_distribution": about["out_of_distribution"],
             **entry,
-            "parts": _parts({model: one.by_part() for model, one in found.items()}, name),
+            "parts": _parts({model: its.by_part() for model, its in samples.items()}, name),
         }
         if about["domain"] == "puzzles" and models[0].found[name].by_category():
-            entries[name]["categories"] = _parts({model: one.by_category() for model, one in found.items()}, name)
+            entries[name]["categories"] = _parts({model: its.by_category() for model, its in samples.items()}, name)
     others = [model.name for model in models[1:]]
     groups = {group: _group(names, others, paired) for group, names in by_domain(entries).items()}
     outside = groups.pop("out_of_distribution", None)
@@ -152,8 +152,8 @@ def _tell_other_sampling(name: str, models: Sequence[Evaluated]) -> None:
     """Warn that the evaluations of a benchmark drew their responses with different settings."""
     drawn = [model.manifest["benchmarks"][name]["sampling"] for model in models]
     for key in sorted(drawn[0].keys() - {"samples"}):
-        if len({one.get(key) for one in drawn}) > 1:
-            values = ", ".join(f"{one.get(key)} in {model.name}" for one, model in zip(drawn, models, strict=True))
+        if len({its.get(key) for its in drawn}) > 1:
+            values = ", ".join(f"{its.get(key)} in {model.name}" for its, model in zip(drawn, models, strict=True))
             _log.warning("%s: %s differs (%s), so the differences below are not of the models alone", name, key, values)
 
 
@@ -163,19 +163,19 @@ def _parts(samples: Mapping[str, Mapping[str, Scored]], where: str) -> dict[str,
     return {part: _entry({model: its[part] for model, its in samples.items()}, f"{where}/{part}")[0] for part in names}
 
 
-def _entry(found: Mapping[str, Scored], where: str) -> tuple[ComparedPart, dict[str, Paired]]:
+def _entry(models: Mapping[str, Scored], where: str) -> tuple[ComparedPart, dict[str, Paired]]:
     """Return what comparison.json has for a benchmark or part, and a `Paired` by name of each model but the base.
 
     Models without a prompt that is also judged for the base have no `Paired`.
 
     Args:
-        found: samples by name of the model; the first model is the base.
+        models: samples by name of the model; the first model is the base.
         where: BENCHMARK or BENCHMARK/PART, which seeds the bootstrap.
     """
-    numbers_of = {model: numbers(one) for model, one in found.items()}
-    base, *others = found
+    numbers_of = {model: numbers(its) for model, its in models.items()}
+    base, *others = models
     pairs = {
-        other: pair for other in others if (pair := _pair(found[base], found[other], f"{other}/{where}")) is not None
+        other: pair for other in others if (pair := _pair(models[base], models[other], f"{other}/{where}")) is not None
     }
     differences: list[Difference] = [
         {
@@ -194,7 +194,7 @@ def _pair(base: Scored, other: Scored, key: str) -> Paired | None:
 
     The bootstrap draws depend only on `key` and SEED.
     """
-    left, right = ({one.id: one for one in found.judged().prompts} for found in (base, other))
+    left, right = ({prompt.id: prompt for prompt in samples.judged().prompts} for samples in (base, other))
     shared = [name for name in left if name in right]
     if not shared:
         return None
@@ -221,7 +221,7 @@ def _solved(base: Scored, other: Scored) -> SolvedCounts:
     counts: SolvedCounts = {"both": 0, "gained": 0, "lost": 0, "neither": 0}
     for first, second in zip(base.prompts, other.prompts, strict=True):
         n = min(len(first.samples), len(second.samples))
-        was, now = (any(s.correct for s in one.samples[:n]) for one in (first, second))
+        was, now = (any(s.correct for s in prompt.samples[:n]) for prompt in (first, second))
         counts["both" if was and now else "gained" if now else "lost" if was else "neither"] += 1
     return counts
 
@@ -235,7 +235,7 @@ def _difference(model: str, mean_K: Floats, drawn_RK: Floats, ks: Sequence[int])
         drawn_RK: [R, 2 + K] these mean differences in each bootstrap draw.
     """
     first, reward, *rest = intervals(mean_K, drawn_RK, LEVEL)
-    curve = {str(k): one for k, one in zip(ks, rest, strict=True)}
+    curve = {str(k): interval for k, interval in zip(ks, rest, strict=True)}
     return {"model": model, "pass@1": first, "reward": reward, "pass@k": curve, "reading": reading(curve, reward)}
 
 
@@ -247,10 +247,10 @@ def base_k(base: Numbers, other: Numbers) -> int | None:
 
 
 def reading(curve: Mapping[str, Interval], reward: Interval) -> Reading:
-    """Return in words what the intervals show, such as `new solutions`; docs/reference/formats.md explains each."""
-    one, most = curve["1"], curve[max(curve, key=int)]
-    better, more = one["low"] > 0, most["low"] > 0
-    worse, less = one["high"] < 0, most["high"] < 0
+    """Return as text what the intervals show, such as `new solutions`; docs/reference/formats.md explains each."""
+    first, most = curve["1"], curve[max(curve, key=int)]
+    better, more = first["low"] > 0, most["low"] > 0
+    worse, less = first["high"] < 0, most["high"] < 0
     if more:
         return "new solutions"
     if better:
@@ -286,18 +286,18 @@ def table(comparison: EvaluationComparison) -> str:
     text = []
     for name, entry in comparison["benchmarks"].items():
         text.append(f"{name}{' (out of distribution)' if entry['out_of_distribution'] else ''}")
-        ks = sorted({k for one in entry["models"].values() for k in one["pass@k"]}, key=int)
+        ks = sorted({k for its in entry["models"].values() for k in its["pass@k"]}, key=int)
         ks = [] if is_graded(entry["models"].values()) else ks
         rows = [["", "reward", *(f"pass@{k}" for k in ks)]]
         for model, its in entry["models"].items():
             rows.append([f"  {model}", percent(its["reward"]), *(percent(its["pass@k"].get(k)) for k in ks)])
-        shown = [(f"  {one['model']} - {comparison['base']}", one) for one in entry["differences"]]
+        shown = [(f"  {difference['model']} - {comparison['base']}", difference) for difference in entry["differences"]]
         for category, part in entry.get("categories", {}).items():
-            shown += [(f"    {category}: {one['model']}", one) for one in part["differences"]]
-        for label, one in shown:
-            rows.append([label, _percent(one["reward"]), *(_percent(one["pass@k"].get(k)) for k in ks)])
+            shown += [(f"    {category}: {difference['model']}", difference) for difference in part["differences"]]
+        for label, difference in shown:
+            rows.append([label, _percent(difference["reward"]), *(_percent(difference["pass@k"].get(k)) for k in ks)])
         text.append(columns(rows, right=range(1, len(rows[0]))).rstrip("\n"))
-        text += [f"  {_summary(one, comparison['base'])}" for one in entry["differences"]]
+        text += [f"  {_summary(difference, comparison['base'])}" for difference in entry["differences"]]
     groups = dict(comparison["domains"])
     if comparison["out_of_distribution"] is not None:
         groups["out of distribution"] = comparison["out_of_distribution"]
@@ -309,7 +309,7 @@ def table(comparison: EvaluationComparison) -> str:
             text.append(
                 f"{domain_name(group)}: {mean['model']} - {comparison['base']}: {gains}: {mean['model']} {words}"
             )
-    text += [gain_text(one, comparison["base"]).rstrip("\n") for one in comparison["gains"]]
+    text += [gain_text(gain, comparison["base"]).rstrip("\n") for gain in comparison["gains"]]
     if comparison["skipped"]:
         text.append(f"left out, because not in all evaluations: {', '.join(comparison['skipped'])}")
     text.append(f"All in percent; in brackets: {100 * LEVEL:.0f} % intervals of a paired bootstrap over prompts.")
@@ -322,16 +322,16 @@ def _percent(value: Interval | None) -> str:
     return f"{100 * value['difference']:+.1f} [{100 * value['low']:+.1f}, {100 * value['high']:+.1f}]"
 
 
-def _summary(one: Difference, base: str) -> str:
-    solved, k = one["solved"], one["base_k"]
-    text = f"{one['model']} {explained(one['reading'], base, max(map(int, one['pass@k'])))}.\n  "
+def _summary(difference: Difference, base: str) -> str:
+    solved, k = difference["solved"], difference["base_k"]
+    text = f"{difference['model']} {explained(difference['reading'], base, max(map(int, difference['pass@k'])))}.\n  "
     if not (solved["gained"] or solved["lost"] or solved["both"]):
         return f"{text}No prompt was solved by either of them."
     text += (
-        f"Prompts solved at least once in as many tries: by {one['model']} alone {solved['gained']},"
+        f"Prompts solved at least once in as many tries: by {difference['model']} alone {solved['gained']},"
         f" by {base} alone {solved['lost']}, by both {solved['both']}."
     )
     if k == 1:  # the base is as good at the first try
         return text
     tries = "more tries than were sampled" if k is None else f"{k} tries"
-    return f"{text} {base} needs {tries} to reach {one['model']}'s pass@1."
+    return f"{text} {base} needs {tries} to reach {difference['model']}'s pass@1."

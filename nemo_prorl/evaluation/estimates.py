@@ -60,9 +60,9 @@ def mean_of_means(means: Sequence[Mean]) -> Mean:
 
     The standard error is None if a benchmark does not have a standard error.
     """
-    errors = [one["se"] for one in means if one["se"] is not None]
+    errors = [mean["se"] for mean in means if mean["se"] is not None]
     se = float(np.sqrt(np.sum(np.square(errors))) / len(means)) if len(errors) == len(means) else None
-    return {"mean": float(np.mean([one["mean"] for one in means])), "se": se}
+    return {"mean": float(np.mean([mean["mean"] for mean in means])), "se": se}
 
 
 def bootstrap_means(value_PK: Floats, resamples: int, rng: np.random.Generator) -> Floats:

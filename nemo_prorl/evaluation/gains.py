@@ -22,13 +22,13 @@ def gains_by_start(
     for name, entry in entries.items():
         parts = entry["parts"] if entry["domain"] == "puzzles" else {}
         tasks |= {f"{name}/{part}": its for part, its in parts.items()} or {name: entry}
-    found: list[GainByStart] = []
+    gains: list[GainByStart] = []
     for model in others:
         pairs = [
-            (task, its["models"][base]["pass@k"], one["pass@k"])
+            (task, its["models"][base]["pass@k"], difference["pass@k"])
             for task, its in tasks.items()
-            for one in its["differences"]
-            if one["model"] == model
+            for difference in its["differences"]
+            if difference["model"] == model
         ]
         shared = set.intersection(*(start.keys() & gain.keys() for _, start, gain in pairs)) if pairs else set[str]()
         k = max((int(k) for k in shared if int(k) <= K), default=1)
@@ -38,8 +38,8 @@ def gains_by_start(
                 for task, start, gain in pairs
             ]
             rows.sort(key=lambda row: (row["base"], row["task"]))
-            found.append({"model": model, "k": k, "tasks": rows, "correlation": correlation(rows, resamples, level)})
-    return found
+            gains.append({"model": model, "k": k, "tasks": rows, "correlation": correlation(rows, resamples, level)})
+    return gains
 
 
 def correlation(rows: list[TaskGain], resamples: int, level: float) -> Correlation | None:
@@ -59,15 +59,15 @@ def correlation(rows: list[TaskGain], resamples: int, level: float) -> Correlati
     return {"r": float(np.corrcoef(pair_T2.T)[0, 1]), "low": low, "high": high}
 
 
-def gain_text(one: GainByStart, base: str) -> str:
+def gain_text(gain: GainByStart, base: str) -> str:
     """Return the lines that `--compare` prints."""
-    k, rows = one["k"], one["tasks"]
-    line = f"{one['model']} - {base} in pass@{k}, against {base}'s pass@{k}, over {len(rows)} tasks: "
-    if (found := one["correlation"]) is None:
+    k, rows = gain["k"], gain["tasks"]
+    line = f"{gain['model']} - {base} in pass@{k}, against {base}'s pass@{k}, over {len(rows)} tasks: "
+    if (pearson := gain["correlation"]) is None:
         return f"{line}no correlation, which needs {LEAST_TASKS} tasks that differ.\n"
-    line += f"correlation {found['r']:+.2f} [{found['low']:+.2f}, {found['high']:+.2f}].\n"
+    line += f"correlation {pearson['r']:+.2f} [{pearson['low']:+.2f}, {pearson['high']:+.2f}].\n"
     order = sorted(rows, key=lambda row: row["gain"])
-    for what, some in (("most", order[: -_SHOWN - 1 : -1]), ("least", order[:_SHOWN])):
+    for label, some in (("most", order[: -_SHOWN - 1 : -1]), ("least", order[:_SHOWN])):
         tasks = ", ".join(f"{row['task']} {100 * row['gain']:+.1f} (from {100 * row['base']:.1f})" for row in some)
-        line += f"  {what}: {tasks}\n"
+        line += f"  {label}: {tasks}\n"
     return line if k == K else f"{line}  The paper's figure has pass@{K}: --samples {K}.\n"

@@ -63,8 +63,8 @@ def judge_again(out: Path, overrides: Sequence[str]) -> tuple[EvaluationResults,
             judging = sample_and_judge(cfg, out, parts, None, seed=manifest["seed"], num_engines=0)
             work = asyncio.run(stoppable(judging))
         finally:
-            for one in parts:
-                one.store.close()
+            for part in parts:
+                part.store.close()
         _check_judged(parts)
         write_json(out / "manifest.json", manifest)
         return write_results(out, manifest, parts, work), _summary(before, parts)
@@ -74,15 +74,15 @@ def _configuration(manifest: EvaluationManifest, tasks: Mapping[str, str], overr
     has_cluster = any(word.startswith("cluster=") for word in overrides)
     base = [*([] if has_cluster else ["cluster=laptop"]), "pretrained_checkpoint.restore_from_path=null"]
     cfg = settings.load([*base, *overrides])
-    given = plain(cfg.rewards.functions)
-    cfg.rewards.functions = {**recorded_functions(manifest, tasks, given), **given}
+    functions = plain(cfg.rewards.functions)
+    cfg.rewards.functions = {**recorded_functions(manifest, tasks, functions), **functions}
     cfg.rewards.plugins = OmegaConf.merge(manifest["rewards"], cfg.rewards.plugins)
     return cfg
 
 
 def _folder(out: Path, manifest: EvaluationManifest) -> str:
     """Return the folder of the new verdicts: that of a stopped command with the same scorers, or a new one."""
-    scorers = {one: entry.get("scorer") for one, entry in manifest["benchmarks"].items()}
+    scorers = {benchmark: entry.get("scorer") for benchmark, entry in manifest["benchmarks"].items()}
     wanted = {"scorers": scorers, "rewards": manifest["rewards"]}
     current = verdicts_folder(manifest)
     if verdicts_folder(read_object(out / "results.json") or {}) != current and _is_of(out / current, wanted):
@@ -108,7 +108,7 @@ def _benchmark(name: str, entry: BenchmarkManifest, task: str) -> Benchmark:
 
 
 def _check_judged(parts: Sequence[BenchmarkWork]) -> None:
-    failed = [verdict for one in parts for verdict in one.store.verdicts.values() if verdict["score"] is None]
+    failed = [verdict for part in parts for verdict in part.store.verdicts.values() if verdict["score"] is None]
     if failed:
         raise ProrlError(
             f"{len(failed)} responses have no new verdict, so the earlier verdicts and results stay; the first:"

@@ -56,7 +56,8 @@ def manifest_of(
         "data": None if data is None else str(data.resolve()),
         "limit": limit,
         "benchmarks": {
-            one.name: {**_entry(one, records[one.name]), **scorer_entry(cfg, known, one.task)} for one in benchmarks
+            benchmark.name: {**_entry(benchmark, records[benchmark.name]), **scorer_entry(cfg, known, benchmark.task)}
+            for benchmark in benchmarks
         },
         "engine": engine,
         "rewards": plain(cfg.rewards.plugins),
@@ -72,13 +73,13 @@ def scorer_entry(cfg: DictConfig, known: Registry, task: str) -> ScorerEntry:
     return entry
 
 
-def recorded_functions(manifest: Mapping[str, Any], tasks: Mapping[str, str], given: Collection[str]) -> dict[str, str]:
+def recorded_functions(manifest: Mapping[str, Any], tasks: Mapping[str, str], skip: Collection[str]) -> dict[str, str]:
     """Return the reward functions by task that a manifest names.
 
     Args:
         manifest: Content of manifest.json.
         tasks: Task of each benchmark.
-        given: Tasks whose function is given otherwise; they are left out.
+        skip: Tasks whose function is given otherwise; they are left out.
 
     Raises:
         ConfigError: The manifest does not name the function (older versions did not), or its file is missing.
@@ -86,13 +87,13 @@ def recorded_functions(manifest: Mapping[str, Any], tasks: Mapping[str, str], gi
     functions: dict[str, str] = {}
     for name, entry in manifest["benchmarks"].items():
         task, place = tasks.get(name), entry.get("function")
-        if task is None or task in given or (place is None and is_plugin(entry.get("scorer"))):
+        if task is None or task in skip or (place is None and is_plugin(entry.get("scorer"))):
             continue
         absent = [] if place is None else [file for file in files_of(place) if not file.is_file()]
         if place is None or absent:
-            why = f"there is no file {absent[0]}" if absent else "an older version did not record which"
+            reason = f"there is no file {absent[0]}" if absent else "an older version did not record which"
             raise ConfigError(
-                f"{name}: a reward function of yours judged its task {task!r}, and {why}. Fix: add"
+                f"{name}: a reward function of yours judged its task {task!r}, and {reason}. Fix: add"
                 f" rewards.functions.{task}=FILE.py:FUNCTION to the command"
             )
         functions[task] = place
@@ -109,29 +110,29 @@ def is_another(was: str | None, now: str | None) -> bool:
     return was != now and not (is_plugin(was) and is_plugin(now) and None in (was, now))
 
 
-def _entry(one: Benchmark, records: Sequence[Mapping[str, Any]]) -> BenchmarkManifest:
+def _entry(benchmark: Benchmark, records: Sequence[Mapping[str, Any]]) -> BenchmarkManifest:
     entry: BenchmarkManifest = {
-        **one.about(),
-        "file_sha256": one.sha256,
+        **benchmark.about(),
+        "file_sha256": benchmark.sha256,
         "prompts_sha256": records_sha256(records),
         "prompts": len(records),
-        "sampling": asdict(one.sampling),
+        "sampling": asdict(benchmark.sampling),
     }
-    if one.file is not None:
-        entry["file"] = one.file
+    if benchmark.file is not None:
+        entry["file"] = benchmark.file
     return entry
 
 
 def _versions(cfg: DictConfig, engine: bool) -> dict[str, str]:
-    found = {"nemo_prorl": __version__, "python": platform.python_version()}
+    versions = {"nemo_prorl": __version__, "python": platform.python_version()}
     for name in _VERSIONS:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
     if engine:
-        found["vllm"] = _version_of_vllm(Path(cfg.rollout.python))
-    return found
+        versions["vllm"] = _version_of_vllm(Path(cfg.rollout.python))
+    return versions
 
 
 def _version_of_vllm(python: Path) -> str:
@@ -157,7 +158,7 @@ def merged(
     if not path.exists():
         return list(benchmarks), manifest
     old: EvaluationManifest = read_json(path)
-    catalogued = catalogue(one["file"] for one in old["benchmarks"].values() if "file" in one)
+    catalogued = catalogue(entry["file"] for entry in old["benchmarks"].values() if "file" in entry)
     kept = [name for name in old["benchmarks"] if name not in manifest["benchmarks"] and name in catalogued]
     settings = {key: (old[key], manifest[key]) for key in _SETTINGS}
     differ = [f"{key} (there: {shortened(json.dumps(was))})" for key, (was, now) in settings.items() if was != now]
@@ -169,12 +170,10 @@ def merged(
         for key, value in after["sampling"].items():
             if key != "samples" and before["sampling"][key] != value:
                 differ.append(f"{name}: {key} {value} (there: {before['sampling'][key]})")
-    scorers = {name: one.get("scorer") for name, one in manifest["benchmarks"].items()}
+    scorers = {name: entry.get("scorer") for name, entry in manifest["benchmarks"].items()}
     scorers |= {name: scorer_of(known.plugin_of_task(catalogued[name].task)) for name in kept}
-    others = [
-        name for name in old["benchmarks"] if is_another(old["benchmarks"][name].get("scorer"), scorers.get(name))
-    ]
-    judging = [f"{name}: another reward function" for name in others]
+    stale = [name for name in old["benchmarks"] if is_another(old["benchmarks"][name].get("scorer"), scorers.get(name))]
+    judging = [f"{name}: another reward function" for name in stale]
     judging += [text for text in differ if text.startswith("rewards (")]
     if differ or judging:
         fix = "Give another folder"
@@ -183,8 +182,8 @@ def merged(
                    if (place := manifest["benchmarks"][benchmark.name].get("function"))}  # fmt: skip
             again = shlex.join(["prorl", "evaluate", "--judge-again", "--out", str(out), *sorted(own)])
             fix = f"Fix: `{again}` judges the stored responses with it; or give another folder"
-        what = "; ".join(dict.fromkeys([*differ, *judging]))
-        raise ConfigError(f"--out {out} has another evaluation, which differs in: {what}. {fix}")
+        differences = "; ".join(dict.fromkeys([*differ, *judging]))
+        raise ConfigError(f"--out {out} has another evaluation, which differs in: {differences}. {fix}")
     more = [catalogued[name].changed(old["benchmarks"][name]["sampling"]) for name in kept]
     entries = {name: old["benchmarks"][name] for name in kept} | manifest["benchmarks"]
     counted: EvaluationManifest = {**manifest, "benchmarks": entries}
@@ -208,9 +207,9 @@ def check_expected(manifest: EvaluationManifest, expected: EvaluationManifest) -
         )
     for name, was in expected["benchmarks"].items():
         now = manifest["benchmarks"][name]
-        for key, what in _HASHES.items():
+        for key, hashed in _HASHES.items():
             if now[key] != was[key]:
-                raise DataError(f"--manifest: {name}: {what} changed ({key} {was[key][:12]}, now {now[key][:12]})")
+                raise DataError(f"--manifest: {name}: {hashed} changed ({key} {was[key][:12]}, now {now[key][:12]})")
         if is_another(was.get("scorer"), now.get("scorer")):
             text = (
                 f"--manifest: {name}: the reward function changed (scorer {was.get('scorer')}, now {now.get('scorer')})"

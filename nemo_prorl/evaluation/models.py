@@ -102,13 +102,13 @@ def open_model(path: Path, out: Path, which: str) -> Model:
     """Return the model with its Hugging Face folder.  A checkpoint is exported into `out`/model."""
     from nemo_prorl.policy.weights import HFFolder, sha256_of  # torch is slow to import
 
-    kind, found = find(path, which)
-    folder = found if kind == "hf" else exported(found, out / "model")
+    kind, source = find(path, which)
+    folder = source if kind == "hf" else exported(source, out / "model")
     weights = sha256_of(HFFolder(folder).tensors())
     about: ModelJson = {"name": path.resolve().name, "kind": kind, "sha256": _identity(folder, weights)}
     about |= {"folder": str(path.resolve()), "weights_sha256": weights}
     if kind != "hf":
-        about["step"] = read_state(found)["step"]
+        about["step"] = read_state(source)["step"]
     return Model(about, folder)
 
 
@@ -141,12 +141,12 @@ def _identity(folder: Path, weights: str) -> str:
 
 def stop_tokens(folder: Path) -> set[int]:
     """Return the ids of the eos tokens in config.json and generation_config.json."""
-    found: set[int] = set()
+    ids: set[int] = set()
     for name in _CONFIGS:
         if (folder / name).is_file():
             eos = json.loads((folder / name).read_text()).get("eos_token_id")
-            found.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
-    return found
+            ids.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    return ids
 
 
 def longest_context(folder: Path) -> int | None:

@@ -38,7 +38,7 @@ def facts(source: Mapping[str, Any], task: str) -> dict[str, Any]:
     """
     groups = [group["responses"] for group in source["groups"]]
     responses, form = _responses(source), FORMS.get(task)
-    scores = [[one["score"] for one in group if one["score"] is not None] for group in groups]
+    scores = [[response["score"] for response in group if response["score"] is not None] for group in groups]
     judged = [group for group in scores if group]
     return {
         "source": source["source"],
@@ -49,10 +49,10 @@ def facts(source: Mapping[str, Any], task: str) -> dict[str, Any]:
         "keep_rate": _mean([max(group) - min(group) > _TOLERANCE for group in judged]),
         "solved": _mean([min(group) >= 1 - _TOLERANCE for group in judged]),
         "pass_at_n": _mean([max(group) >= 1 - _TOLERANCE for group in judged]),
-        "cut_off": _mean([not one["finished"] for one in responses]),
-        "tokens": _mean([one["tokens"] for one in responses]),
-        "without_form": None if form is None else _mean([form not in one["text"] for one in responses]),
-        "unjudged": _mean([one["score"] is None for one in responses]),
+        "cut_off": _mean([not response["finished"] for response in responses]),
+        "tokens": _mean([response["tokens"] for response in responses]),
+        "without_form": None if form is None else _mean([form not in response["text"] for response in responses]),
+        "unjudged": _mean([response["score"] is None for response in responses]),
     }
 
 
@@ -105,11 +105,11 @@ def estimate(cfg: DictConfig, sources: Sequence[Mapping[str, Any]], seconds: flo
         seconds: time in which the probe's responses were sampled.
     """
     weights = {source.name: float(source.weight) for source in cfg.data.train}
-    total = sum(weights[one["source"]] for one in sources)
+    total = sum(weights[source["source"]] for source in sources)
     keep_rate, length = (
-        sum(weights[one["source"]] / total * one[key] for one in sources) for key in ("keep_rate", "tokens")
+        sum(weights[source["source"]] / total * source[key] for source in sources) for key in ("keep_rate", "tokens")
     )
-    rate = sum(one["tokens"] * one["responses"] for one in sources) / max(seconds, 1e-9)
+    rate = sum(source["tokens"] * source["responses"] for source in sources) / max(seconds, 1e-9)
     grpo = cfg.trainer.grpo
     groups = grpo.prompts_per_step
     if grpo.dynamic_sampling.enabled:
@@ -159,14 +159,14 @@ def probe(cfg: DictConfig, out: Path, prompts: int, samples: int, which: str | N
         assert work is not None, "nothing was stored before"
         sources = [_judged(part) for part in parts]
         numbers = [facts(source, part.benchmark.task) for source, part in zip(sources, parts, strict=True)]
-        failures = [next((r["detail"] for r in _responses(one) if r["score"] is None), "") for one in sources]
+        failures = [next((r["detail"] for r in _responses(source) if r["score"] is None), "") for source in sources]
         result = {
             "format": 1,
             "model": str(probed),
             "samples": samples,
             "sources": [
-                {**one, "advice": advice(one, cfg.data.prompt, failure, eos_caution(cfg))}
-                for one, failure in zip(numbers, failures, strict=True)
+                {**entry, "advice": advice(entry, cfg.data.prompt, failure, eos_caution(cfg))}
+                for entry, failure in zip(numbers, failures, strict=True)
             ],
             "estimate": estimate(cfg, numbers, work.sampling_s),
             "responses": sources,
@@ -199,20 +199,20 @@ def _judged(part: "BenchmarkWork") -> dict[str, Any]:
     part.store.close()
     samples = range(part.benchmark.sampling.samples)
     groups = [
-        {"id": one["id"], "prompt": one["prompt"], "responses": [response((one["id"], k)) for k in samples]}
-        for one in part.records
+        {"id": record["id"], "prompt": record["prompt"], "responses": [response((record["id"], k)) for k in samples]}
+        for record in part.records
     ]
     source = {"source": part.benchmark.name, "groups": groups}
-    ranked = sorted(_responses(source), key=lambda one: -1.0 if one["score"] is None else one["score"])
-    return {**source, "examples": [ranked[-1], ranked[0], max(ranked, key=lambda one: one["tokens"])]}
+    ranked = sorted(_responses(source), key=lambda answer: -1.0 if answer["score"] is None else answer["score"])
+    return {**source, "examples": [ranked[-1], ranked[0], max(ranked, key=lambda answer: answer["tokens"])]}
 
 
 def _starting_model(cfg: DictConfig) -> Path:
     from nemo_prorl.lifecycle.base_model import base_folder
 
-    given = cfg.pretrained_checkpoint.restore_from_path
+    path = cfg.pretrained_checkpoint.restore_from_path
     base = base_folder(cfg, Path(cfg.run_dir))  # type: ignore[arg-type]
-    folder = base if base.is_dir() else Path(given) if given else None
+    folder = base if base.is_dir() else Path(path) if path else None
     if folder is None:
         raise ConfigError(
             f"run_dir={cfg.run_dir}: expected a starting model in {base}; there is none, because the laptop's model is"
@@ -252,26 +252,26 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--prompts {args.prompts} --samples {samples}: expected at least 1 of each")
     cfg.rollout.engines = max(1, cfg.rollout.engines // cfg.trainer.num_nodes)
     cfg.trainer.num_nodes = 1
-    found = probe(cfg, args.out or Path(cfg.run_dir) / "probe", args.prompts, samples, args.checkpoint)
-    sys.stdout.write(table(found))
+    result = probe(cfg, args.out or Path(cfg.run_dir) / "probe", args.prompts, samples, args.checkpoint)
+    sys.stdout.write(table(result))
     return 0
 
 
-def table(found: Mapping[str, Any]) -> str:
+def table(result: Mapping[str, Any]) -> str:
     """Return the numbers, the advice and three responses of each source as text."""
     from nemo_prorl.planning.columns import columns
 
-    head = ["source", "reward", "signal", "solved", f"pass@{found['samples']}", "no form", "cut off", "tokens"]
+    head = ["source", "reward", "signal", "solved", f"pass@{result['samples']}", "no form", "cut off", "tokens"]
     rows = [head]
-    for one in found["sources"]:
-        form = "-" if one["without_form"] is None else f"{one['without_form']:.0%}"
-        shares = [f"{one[key]:.0%}" for key in ("keep_rate", "solved", "pass_at_n")]
+    for its in result["sources"]:
+        form = "-" if its["without_form"] is None else f"{its['without_form']:.0%}"
+        shares = [f"{its[key]:.0%}" for key in ("keep_rate", "solved", "pass_at_n")]
         rows.append(
-            [one["source"], f"{one['reward']:.3f}", *shares, form, f"{one['cut_off']:.0%}", f"{one['tokens']:.0f}"]
+            [its["source"], f"{its['reward']:.3f}", *shares, form, f"{its['cut_off']:.0%}", f"{its['tokens']:.0f}"]
         )
     text = columns(rows, right=range(1, len(head)))
-    expected = found["estimate"]
-    text += "\n" + "".join(f"{one['source']}: {one['advice']}\n" for one in found["sources"])
+    expected = result["estimate"]
+    text += "\n" + "".join(f"{its['source']}: {its['advice']}\n" for its in result["sources"])
     if expected["tokens_per_step"] is None:
         text += "a step: no group carries a signal, so no step would train\n"
     else:
@@ -279,8 +279,8 @@ def table(found: Mapping[str, Any]) -> str:
             f"a step: about {expected['tokens_per_step']:,.0f} tokens, {expected['generation_s_per_step']:,.0f} s of"
             f" generation at {expected['tokens_per_s']:,.0f} tokens/s\n"
         )
-    for source in found["responses"]:
-        for name, one in zip(("best", "worst", "longest"), source["examples"], strict=False):
-            shown = one["text"][:_SHOWN_CHARACTERS]
-            text += f"\n{source['source']}, {name} (reward {one['score']}, {one['tokens']} tokens): {shown!r}\n"
+    for source in result["responses"]:
+        for name, answer in zip(("best", "worst", "longest"), source["examples"], strict=False):
+            shown = answer["text"][:_SHOWN_CHARACTERS]
+            text += f"\n{source['source']}, {name} (reward {answer['score']}, {answer['tokens']} tokens): {shown!r}\n"
     return text

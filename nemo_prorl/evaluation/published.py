@@ -78,29 +78,29 @@ class PublishedScores(TypedDict):
 @cache
 def scores() -> PublishedScores:
     """Return the published scores."""
-    found: PublishedScores = yaml.safe_load(FILE.read_text(encoding="utf-8"))
-    return found
+    published: PublishedScores = yaml.safe_load(FILE.read_text(encoding="utf-8"))
+    return published
 
 
-def column_of(model: str, is_run: bool, given: str | None) -> str:
+def column_of(model: str, is_run: bool, requested: str | None) -> str:
     """Return the column that a model is compared with.
 
     Args:
         model: path or name of the model.  A run is compared with the paper's end, other models by name.
         is_run: the model was trained by a run of this project.
-        given: value of --as.
+        requested: value of --as.
 
     Raises:
-        ConfigError: `given` is no column, or it is None and `model` does not name one.
+        ConfigError: `requested` is no column, or it is None and `model` does not name one.
     """
     known = scores()["models"]
-    if given is not None:
-        if given not in known:
-            raise ConfigError(f"--as={given}: expected one of {', '.join(known)}")
-        return given
+    if requested is not None:
+        if requested not in known:
+            raise ConfigError(f"--as={requested}: expected one of {', '.join(known)}")
+        return requested
     if is_run:
         return "end"
-    named = [column for column, one in known.items() if one["name"].lower() in model.lower()]
+    named = [column for column, entry in known.items() if entry["name"].lower() in model.lower()]
     if not named:
         raise ConfigError(
             f"--compare paper: {model}: expected a run directory, or the name of a published model in the path. Fix:"
@@ -109,21 +109,21 @@ def column_of(model: str, is_run: bool, given: str | None) -> str:
     return max(named, key=lambda column: len(known[column]["name"]))
 
 
-def compare(models: Sequence[Evaluated], given: Sequence[str | None]) -> PublishedComparison:
-    """Return the content of published.json.  `given`: the column of each model, or None to find it by `column_of`."""
-    found = scores()
-    chosen = [_column(one.manifest["model"], name) for one, name in zip(models, given, strict=True)]
+def compare(models: Sequence[Evaluated], requested: Sequence[str | None]) -> PublishedComparison:
+    """Return the content of published.json.  `requested`: each model's column, or None to find it by `column_of`."""
+    published = scores()
+    chosen = [_column(model.manifest["model"], name) for model, name in zip(models, requested, strict=True)]
     return {
         "format": 1,
-        "sources": found["sources"],
-        "columns": found["models"],
+        "sources": published["sources"],
+        "columns": published["models"],
         "level": LEVEL,
-        "models": [_model(one, column) for one, column in zip(models, chosen, strict=True)],
+        "models": [_model(model, column) for model, column in zip(models, chosen, strict=True)],
     }
 
 
-def _column(model: ModelJson, given: str | None) -> str:
-    return column_of(f"{model.get('folder', '')} {model['name']}".strip(), bool(model.get("step")), given)
+def _column(model: ModelJson, requested: str | None) -> str:
+    return column_of(f"{model.get('folder', '')} {model['name']}".strip(), bool(model.get("step")), requested)
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
@@ -153,10 +153,10 @@ class Compared:
     measured: Measured | None = None
 
 
-def _model(one: Evaluated, column: str) -> PublishedModel:
+def _model(evaluated: Evaluated, column: str) -> PublishedModel:
     known = scores()
-    measured = {name: _measured(one, name) for name in one.found}
-    every: dict[str, PublishedBenchmark] = {name: {"scores": {}} for name in one.found}
+    measured = {name: _measured(evaluated, name) for name in evaluated.found}
+    every: dict[str, PublishedBenchmark] = {name: {"scores": {}} for name in evaluated.found}
     every = known["benchmarks"] | {name: entry for name, entry in every.items() if name not in known["benchmarks"]}
     benchmarks = {name: _compared(measured.get(name), entry, column) for name, entry in every.items()}
     categories = _categories(measured.get("reasoning_gym"), column)
@@ -166,28 +166,28 @@ def _model(one: Evaluated, column: str) -> PublishedModel:
         if column in entry["scores"]
     }
     rows = [*benchmarks.values(), *categories.values(), *domains.values()]
-    compared = sum(one.row["difference"] is not None for one in rows)
+    compared = sum(row.row["difference"] is not None for row in rows)
     threshold = NormalDist().inv_cdf(1.0 - LEVEL / (2.0 * max(1, compared)))
     for row in rows:
         _judge(row, column, threshold)
     return {
-        "name": one.name,
-        "folder": str(one.folder),
-        "model": one.manifest["model"],
+        "name": evaluated.name,
+        "folder": str(evaluated.folder),
+        "model": evaluated.manifest["model"],
         "column": column,
         "threshold": threshold,
-        "benchmarks": {name: one.row for name, one in benchmarks.items()},
-        "categories": {name: one.row for name, one in categories.items()},
-        "domains": {name: one.row for name, one in domains.items()},
+        "benchmarks": {name: row.row for name, row in benchmarks.items()},
+        "categories": {name: row.row for name, row in categories.items()},
+        "domains": {name: row.row for name, row in domains.items()},
     }
 
 
-def _measured(one: Evaluated, name: str) -> Measured:
-    found, manifest = one.found[name], one.manifest
+def _measured(evaluated: Evaluated, name: str) -> Measured:
+    samples, manifest = evaluated.found[name], evaluated.manifest
     model, entry = manifest["model"], manifest["benchmarks"][name]
     return Measured(
-        found=found,
-        numbers=numbers(found),
+        found=samples,
+        numbers=numbers(samples),
         entry=entry,
         limit=manifest["limit"],
         is_endpoint=model["kind"] == "endpoint",
@@ -198,7 +198,7 @@ def _measured(one: Evaluated, name: str) -> Measured:
 def _categories(gym: Measured | None, column: str) -> dict[str, Compared]:
     if gym is None or not (parts := gym.found.by_category()):
         return {}
-    entries: dict[str, PublishedBenchmark] = {name: {"scores": one} for name, one in scores()["categories"].items()}
+    entries: dict[str, PublishedBenchmark] = {name: {"scores": means} for name, means in scores()["categories"].items()}
     return {
         name: _compared(gym.part(parts[name]) if name in parts else None, entry, column)
         for name, entry in entries.items()
@@ -232,20 +232,20 @@ def _same_prompts(measured: Measured, published: PublishedBenchmark) -> bool:
     return "fixed" in published and whole and published.get("prompts", judged) == judged
 
 
-def standard_error(measured: Measured, metric: Metric, theirs: float, same: bool, prompts: int | None) -> float | None:
+def standard_error(measured: Measured, metric: Metric, share: float, same: bool, prompts: int | None) -> float | None:
     """Return the standard error of a difference, see the module; None for other prompts, if there is only one.
 
     `prompts`: number of published prompts; None: as many as ours.
     """
     judged = measured.found.judged()
     value_P = [
-        [float(s.correct or False) if metric == "pass@1" else s.score or 0.0 for s in one.samples]
-        for one in judged.prompts
+        [float(s.correct or False) if metric == "pass@1" else s.score or 0.0 for s in prompt.samples]
+        for prompt in judged.prompts
     ]
     mean_P = np.asarray([np.mean(values) for values in value_P])
     count = len(value_P)
     their_prompts = count if prompts is None else prompts
-    at_most = theirs * (1.0 - theirs)
+    at_most = share * (1.0 - share)
     if not same:  # few prompts, all wrong, say little: the larger of what was seen and what may be
         return math.sqrt(max(mean_P.var(ddof=1), at_most) / count + at_most / their_prompts) if count > 1 else None
     if judged.least_samples > 1:
@@ -274,14 +274,14 @@ def _mean(rows: Sequence[PublishedRow], published: Mapping[str, float], column: 
     return Compared(row, {"scores": dict(published)})
 
 
-def _judge(one: Compared, column: str, threshold: float) -> None:
+def _judge(compared: Compared, column: str, threshold: float) -> None:
     """Set the verdict and the hints of a row."""
-    row = one.row
+    row = compared.row
     if row["difference"] is not None and row["se"] is not None:
         inside = abs(row["difference"]) <= threshold * row["se"]
         row["verdict"] = "within" if inside else "lower" if row["difference"] < 0 else "higher"
-    if one.measured is not None:
-        row["hints"] = [*unfinished(one.measured), *_causes(one, one.measured, column, threshold)]
+    if compared.measured is not None:
+        row["hints"] = [*unfinished(compared.measured), *_causes(compared, compared.measured, column, threshold)]
 
 
 # --- hints -----------------------------------------------------------------------------------------------------------
@@ -289,120 +289,118 @@ def _judge(one: Compared, column: str, threshold: float) -> None:
 
 def unfinished(measured: Measured) -> list[str]:
     """Return what is missing of the evaluation itself."""
-    found, wanted = measured.numbers, measured.entry["sampling"]["samples"]
-    hints = [f"{found['samples']} of {wanted} samples: run it again"] if found["samples"] < wanted else []
-    if found["unjudged"]:
-        hints.append(f"{found['unjudged']} responses without a verdict: run it again")
-    if not found["unjudged"] and found["prompts"] == 1:
+    its, wanted = measured.numbers, measured.entry["sampling"]["samples"]
+    hints = [f"{its['samples']} of {wanted} samples: run it again"] if its["samples"] < wanted else []
+    if its["unjudged"]:
+        hints.append(f"{its['unjudged']} responses without a verdict: run it again")
+    if not its["unjudged"] and its["prompts"] == 1:
         hints.append("a single prompt has no standard error")
     return hints
 
 
-def _causes(one: Compared, measured: Measured, column: str, threshold: float) -> list[str]:
+def _causes(compared: Compared, measured: Measured, column: str, threshold: float) -> list[str]:
     """Return what may have caused a difference: what the evaluation knows, otherwise what it cannot know."""
-    row = one.row
+    row = compared.row
     if row["verdict"] not in ("lower", "higher") or row["difference"] is None or row["se"] is None:
         return []
     lower, size = row["difference"] < 0, abs(row["difference"])
-    found = [*_other_sampling(measured, lower), *_other_prompts(measured, one.published)]
+    causes = [*_other_sampling(measured, lower), *_other_prompts(measured, compared.published)]
     if lower:
-        found += _lost(measured, size)
+        causes += _lost(measured, size)
     elif (
         column == "base"
         and measured.entry["domain"] == "puzzles"
         and (form := measured.numbers["without_form"]) is not None
     ):
-        found.append(
+        causes.append(
             f"{100 * (1 - form):.0f} % have {FORMS['puzzles']}; the paper's base mostly wrote \\boxed{{}} (its F.1)"
         )
     ours = row["published"][column] + row["difference"]
     others = {name: abs(ours - score) for name, score in row["published"].items() if name != column}
-    other = one.published.get("elsewhere", {}).get(column)
+    other = compared.published.get("elsewhere", {}).get(column)
     if other is not None and abs(ours - other["score"] / 100.0) < size:
-        found.append(f"{other['score']} by {other['source']}")
+        causes.append(f"{other['score']} by {other['source']}")
     elif near := [name for name, far in others.items() if far <= threshold * row["se"]]:
-        found.append(f"as {' or '.join(near)}: is it this model?")
+        causes.append(f"as {' or '.join(near)}: is it this model?")
     if measured.is_endpoint:
-        found.append("the server's chat template?")
-    return found or [f"training? {_GENERIC}" if measured.is_trained else _GENERIC]
+        causes.append("the server's chat template?")
+    return causes or [f"training? {_GENERIC}" if measured.is_trained else _GENERIC]
 
 
 def _other_sampling(measured: Measured, lower: bool) -> list[str]:
     """Return the settings of the sampling that differ; a shorter context only explains a lower score."""
-    ours, theirs = measured.entry["sampling"], scores()["sampling"]
-    found = [
-        f"{key} {ours[key]:g}, not {theirs[key]:g}" for key in ("temperature", "top_p") if ours[key] != theirs[key]
-    ]
-    if lower and ours["context"] < theirs["context"]:
-        found.append(f"context {ours['context']}, not {theirs['context']:g}")
-    if lower and ours["max_response"] is not None and ours["max_response"] < theirs["context"] // 2:
-        found.append(f"responses of {ours['max_response']} tokens")
-    return found
+    ours, paper = measured.entry["sampling"], scores()["sampling"]
+    causes = [f"{key} {ours[key]:g}, not {paper[key]:g}" for key in ("temperature", "top_p") if ours[key] != paper[key]]
+    if lower and ours["context"] < paper["context"]:
+        causes.append(f"context {ours['context']}, not {paper['context']:g}")
+    if lower and ours["max_response"] is not None and ours["max_response"] < paper["context"] // 2:
+        causes.append(f"responses of {ours['max_response']} tokens")
+    return causes
 
 
 def _other_prompts(measured: Measured, published: PublishedBenchmark) -> list[str]:
-    count, tasks = measured.numbers["prompts"], len({one.part for one in measured.found.prompts})
-    found = []
+    count, tasks = measured.numbers["prompts"], len({prompt.part for prompt in measured.found.prompts})
+    causes = []
     if (prompts := published.get("prompts")) is not None and prompts != count:
-        found.append(f"{count} prompts, not {prompts}")
+        causes.append(f"{count} prompts, not {prompts}")
     elif measured.limit is not None:
-        found.append(f"the first {count} prompts only")
+        causes.append(f"the first {count} prompts only")
     if (number := published.get("tasks")) is not None and number != tasks:
-        found.append(f"{tasks} tasks, not {number}")
+        causes.append(f"{tasks} tasks, not {number}")
     if "unnamed" in published:
-        found.append(f"another {published['unnamed']}?")
-    return found
+        causes.append(f"another {published['unnamed']}?")
+    return causes
 
 
 def _lost(measured: Measured, size: float) -> list[str]:
     """Return losses of score that are as large as the difference."""
     its = measured.numbers
-    responses = sum(len(one.samples) for one in measured.found.prompts)
+    responses = sum(len(prompt.samples) for prompt in measured.found.prompts)
     shares = {
         "cut off": its["truncated"] or 0.0,
         "without the asked form: prompt?": its["without_form"] or 0.0,
         "out of the grader's time": its["failures"]["timeout"] / max(1, responses),
     }
-    return [f"{100 * share:.1f} % {what}" for what, share in shares.items() if share >= size]
+    return [f"{100 * share:.1f} % {loss}" for loss, share in shares.items() if share >= size]
 
 
 # --- the table -------------------------------------------------------------------------------------------------------
 
 
-def table(found: PublishedComparison) -> str:
+def table(result: PublishedComparison) -> str:
     """Return the text that `--compare paper` prints."""
     text = []
-    for model in found["models"]:
-        heads = ["", *found["columns"], model["name"], f"- {model['column']}", "verdict"]
+    for model in result["models"]:
+        heads = ["", *result["columns"], model["name"], f"- {model['column']}", "verdict"]
         rows = [heads]
         for section in ("benchmarks", "domains", "categories"):
             its: dict[str, PublishedRow] = model[section]
             if its and section != "benchmarks":
                 rows.append([{"domains": "means of six:", "categories": "reasoning_gym by category:"}[section]])
-            rows += [_line(name, row, list(found["columns"])) for name, row in its.items()]
+            rows += [_line(name, row, list(result["columns"])) for name, row in its.items()]
         text.append(columns(rows, right=range(1, len(heads) - 1)))
         every = [*model["benchmarks"].values(), *model["categories"].values(), *model["domains"].values()]
         compared = [row for row in every if row["verdict"] in ("within", "lower", "higher")]
         outside = sum(row["verdict"] != "within" for row in compared)
         text.append(
-            f"{model['name']} compared with {found['columns'][model['column']]['name']}: {outside} of {len(compared)}"
+            f"{model['name']} compared with {result['columns'][model['column']]['name']}: {outside} of {len(compared)}"
             f" rows are outside, by more than {model['threshold']:.1f} standard errors. Such a row is found by chance"
-            f" in {100 * found['level']:.0f} % of whole tables.\n"
+            f" in {100 * result['level']:.0f} % of whole tables.\n"
         )
     text.append("In percent, with standard errors. Sources:\n")
-    text += [f"  {', '.join(names)}: {found['sources'][source]}\n" for source, names in _by_source(found).items()]
+    text += [f"  {', '.join(names)}: {result['sources'][source]}\n" for source, names in _by_source(result).items()]
     return "".join(text)
 
 
-def _by_source(found: PublishedComparison) -> dict[str, list[str]]:
+def _by_source(result: PublishedComparison) -> dict[str, list[str]]:
     by: dict[str, list[str]] = {}
-    for name, one in found["columns"].items():
-        by.setdefault(one["source"], []).append(name)
+    for name, column in result["columns"].items():
+        by.setdefault(column["source"], []).append(name)
     return by
 
 
 def _line(name: str, row: PublishedRow, names: Sequence[str]) -> list[str]:
-    published = [f"{100 * row['published'][one]:.1f}" if one in row["published"] else "-" for one in names]
+    published = [f"{100 * row['published'][column]:.1f}" if column in row["published"] else "-" for column in names]
     difference = "-"
     if row["difference"] is not None:
         difference = f"{round(100 * row['difference'], 1) + 0.0:+.1f}" + (

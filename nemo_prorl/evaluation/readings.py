@@ -8,7 +8,7 @@ Reading = Literal["new solutions", "sharpened", "narrowed", "worse", "closer", "
 FORMS = {"math": "\\boxed{", "stem": "\\boxed{", "puzzles": "<answer>", "code": "```"}
 
 
-def explained(found: Reading, base: str, k: int) -> str:
+def explained(reading: Reading, base: str, k: int) -> str:
     """Return what a reading says about a model, such as `is right less often than BASE: worse`.
 
     `base`: name of the base model.  `k`: largest measured k.
@@ -21,7 +21,7 @@ def explained(found: Reading, base: str, k: int) -> str:
         "worse": f"is right less often than {base}: worse",
         "closer": f"has a higher mean reward than {base}, but is not right more often: closer",
         "no difference": f"is not measurably different from {base}",
-    }[found]
+    }[reading]
 
 
 def domain_name(domain: str) -> str:

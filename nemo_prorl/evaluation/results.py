@@ -68,24 +68,24 @@ class Scored:
 
     def judged(self) -> "Scored":
         """Return the samples that have a verdict, without prompts that have no such sample."""
-        kept = [replace(one, samples=[s for s in one.samples if s.score is not None]) for one in self.prompts]
-        return Scored([one for one in kept if one.samples])
+        kept = [replace(prompt, samples=[s for s in prompt.samples if s.score is not None]) for prompt in self.prompts]
+        return Scored([prompt for prompt in kept if prompt.samples])
 
     def pass_table(self, ks: Sequence[int]) -> Floats:
         """Return [P, K] unbiased pass@k of each prompt."""
-        correct_P = [sum(bool(s.correct) for s in one.samples) for one in self.prompts]
+        correct_P = [sum(bool(s.correct) for s in prompt.samples) for prompt in self.prompts]
         rows = [[pass_at_k(len(one.samples), c, k) for k in ks] for one, c in zip(self.prompts, correct_P, strict=True)]
         return np.asarray(rows, dtype=np.float64)
 
     def rewards(self) -> Floats:
         """Return [P] mean reward of each prompt."""
         return np.asarray(
-            [float(np.mean([s.score for s in one.samples if s.score is not None])) for one in self.prompts]
+            [float(np.mean([s.score for s in prompt.samples if s.score is not None])) for prompt in self.prompts]
         )
 
     @property
     def least_samples(self) -> int:
-        return min((len(one.samples) for one in self.prompts), default=0)
+        return min((len(prompt.samples) for prompt in self.prompts), default=0)
 
 
 @cache
@@ -93,7 +93,7 @@ def categories() -> dict[str, str]:
     """Return the category of each task of reasoning-gym: the package of its module, such as algebra."""
     from reasoning_gym.factory import DATASETS  # seconds to import
 
-    modules = {name: one[0].__module__.split(".") for name, one in DATASETS.items()}
+    modules = {name: classes[0].__module__.split(".") for name, classes in DATASETS.items()}
     return {name: words[1] for name, words in modules.items() if words[0] == "reasoning_gym" and len(words) > 2}
 
 
@@ -133,15 +133,15 @@ def scored(
     return Scored(prompts)
 
 
-def numbers(found: Scored) -> Numbers:
+def numbers(samples: Scored) -> Numbers:
     """Return a model's scores and counts on a set of prompts.
 
     Means are over prompts, after a mean over the samples of each prompt.
     """
-    judged = found.judged()
-    drawn = [sample for one in found.prompts for sample in one.samples]
+    judged = samples.judged()
+    drawn = [sample for prompt in samples.prompts for sample in prompt.samples]
     forms = [sample.has_form for sample in drawn if sample.has_form is not None]
-    known = ([s.tokens for s in one.samples if s.tokens is not None] for one in found.prompts)
+    known = ([s.tokens for s in prompt.samples if s.tokens is not None] for prompt in samples.prompts)
     lengths = [float(np.mean(row)) for row in known if row]
     ks = ks_up_to(judged.least_samples)
     pass_PK = judged.pass_table(ks)
@@ -149,8 +149,8 @@ def numbers(found: Scored) -> Numbers:
         "pass@1": mean_of(pass_PK[:, 0]) if ks else None,
         "reward": mean_of(judged.rewards()) if ks else None,
         "pass@k": {str(k): mean_of(pass_PK[:, i]) for i, k in enumerate(ks)},
-        "prompts": len(found.prompts),
-        "samples": found.least_samples,
+        "prompts": len(samples.prompts),
+        "samples": samples.least_samples,
         "unjudged": sum(s.score is None for s in drawn),
         "failures": {
             "timeout": sum(s.failure == "timeout" for s in drawn),
@@ -158,19 +158,19 @@ def numbers(found: Scored) -> Numbers:
         },
         "tokens": mean_of(lengths) if lengths else None,
         "truncated": float(np.mean([not s.finished for s in drawn])) if drawn else None,
-        "without_form": float(np.mean([not one for one in forms])) if forms else None,
+        "without_form": float(np.mean([not has_form for has_form in forms])) if forms else None,
     }
 
 
-def benchmark_numbers(benchmark: Benchmark, found: Scored) -> BenchmarkNumbers:
+def benchmark_numbers(benchmark: Benchmark, samples: Scored) -> BenchmarkNumbers:
     """Return a benchmark's entry in results.json."""
     entry: BenchmarkNumbers = {
         **benchmark.about(),
         "sampling": asdict(benchmark.sampling),
-        **numbers(found),
-        "parts": {part: numbers(some) for part, some in found.by_part().items()},
+        **numbers(samples),
+        "parts": {part: numbers(some) for part, some in samples.by_part().items()},
     }
-    if benchmark.task == "puzzles" and (by_category := found.by_category()):
+    if benchmark.task == "puzzles" and (by_category := samples.by_category()):
         entry["categories"] = {name: numbers(some) for name, some in by_category.items()}
     return entry
 
@@ -209,10 +209,10 @@ def by_domain(entries: Mapping[str, BenchmarkAbout]) -> dict[str, list[str]]:
 
 
 def results(
-    manifest: EvaluationManifest, benchmarks: Sequence[Benchmark], found: Mapping[str, Scored], time: EvaluationTime
+    manifest: EvaluationManifest, benchmarks: Sequence[Benchmark], samples: Mapping[str, Scored], time: EvaluationTime
 ) -> EvaluationResults:
     """Return the content of results.json, which docs/reference/formats.md describes."""
-    entries = {one.name: benchmark_numbers(one, found[one.name]) for one in benchmarks}
+    entries = {benchmark.name: benchmark_numbers(benchmark, samples[benchmark.name]) for benchmark in benchmarks}
     for name, entry in entries.items():
         if (scorer := manifest["benchmarks"][name].get("scorer")) is not None:
             entry["scorer"] = scorer
@@ -264,7 +264,7 @@ def is_graded(entries: Iterable[Mapping[str, Any]]) -> bool:
     """Return whether rewards were given and no response was right; pass@k is then 0 for each k, and is not shown."""
     known = list(entries)
     rewarded = any(entry["reward"] is not None and entry["reward"]["mean"] > 0 for entry in known)
-    return rewarded and not any(one["mean"] for entry in known for one in entry["pass@k"].values())
+    return rewarded and not any(mean["mean"] for entry in known for mean in entry["pass@k"].values())
 
 
 def _row(name: str, entry: Mapping[str, Any], largest: int) -> list[str]:
@@ -277,7 +277,7 @@ def _row(name: str, entry: Mapping[str, Any], largest: int) -> list[str]:
         percent(entry["reward"]),
         percent(None if graded else entry["pass@k"].get(str(largest))),
         "-" if tokens is None else f"{tokens['mean']:.0f}",
-        *("-" if (one := entry.get(key)) is None else f"{100 * one:.1f}" for key in ("truncated", "without_form")),
+        *("-" if (share := entry.get(key)) is None else f"{100 * share:.1f}" for key in ("truncated", "without_form")),
         str(entry.get("unjudged", "")),
     ]
 

@@ -79,7 +79,7 @@ def evaluate(options: EvaluationOptions) -> EvaluationResults:
     cfg = configuration(options, folder if kind == "hf" else None)
     known = discover(functions=plain(cfg.rewards.functions))
     _check_tasks(known, options.benchmarks)
-    records = {one.name: load_records(one, options.data, options.limit) for one in options.benchmarks}
+    records = {benchmark.name: load_records(benchmark, options.data, options.limit) for benchmark in options.benchmarks}
     check_rewards(cfg, known, [record for some in records.values() for record in some])
     from nemo_prorl.evaluation.duration import estimate
     from nemo_prorl.evaluation.sampling import sample_and_judge
@@ -89,15 +89,15 @@ def evaluate(options: EvaluationOptions) -> EvaluationResults:
     with locked(options.out):
         with _as_it_was(options.out, existed):
             model = served or models.draft(path, options.out, options.checkpoint)
-            benchmarks = [_fitting(one, model) for one in options.benchmarks]
+            benchmarks = [_fitting(benchmark, model) for benchmark in options.benchmarks]
             cfg = _fitted(configuration(options, model.folder), model, benchmarks)
             entries = partial(manifest_of, seed=options.seed, data=options.data, limit=options.limit, known=known)
             merged(options.out, entries(cfg, model, benchmarks, records), benchmarks, known)  # before the export
             source, engines = _source(options, cfg, model), 0 if model.folder is None else cfg.rollout.engines
-            _tell_other_eos(cfg, model, [record for one in benchmarks for record in records[one.name]])
-            for one in benchmarks:
-                for record in records[one.name]:
-                    source.check(record, one.sampling)
+            _tell_other_eos(cfg, model, [record for benchmark in benchmarks for record in records[benchmark.name]])
+            for benchmark in benchmarks:
+                for record in records[benchmark.name]:
+                    source.check(record, benchmark.sampling)
             if served is None:
                 model = models.open_model(path, options.out, options.checkpoint)
                 cfg.pretrained_checkpoint.restore_from_path = str(model.folder)
@@ -106,7 +106,7 @@ def evaluate(options: EvaluationOptions) -> EvaluationResults:
                 check_expected(manifest, options.expected)
             benchmarks, manifest = merged(options.out, manifest, benchmarks, known)
         verdicts = verdicts_folder(manifest)
-        parts = [_part(options.out, one, records.get(one.name), verdicts) for one in benchmarks]
+        parts = [_part(options.out, benchmark, records.get(benchmark.name), verdicts) for benchmark in benchmarks]
         write_json(options.out / "manifest.json", manifest)
         if engines and (text := estimate(options.out, parts, engines, cfg.trainer.accelerator == "gpu")):
             _log.info("%s", text)
@@ -116,10 +116,10 @@ def evaluate(options: EvaluationOptions) -> EvaluationResults:
         finally:
             for part in parts:
                 part.store.close()
-        found = write_results(options.out, manifest, parts, work)
-        if found["complete"]:
+        result = write_results(options.out, manifest, parts, work)
+        if result["complete"]:
             models.remove_export(options.out)
-        return found
+        return result
 
 
 @contextmanager
@@ -150,8 +150,8 @@ def configuration(options: EvaluationOptions, folder: Path | None) -> DictConfig
     cfg = settings.load([*base, *options.overrides])
     if folder is not None:
         check_heads(cfg)
-    given = {**_functions_of(options.model), **plain(cfg.rewards.functions)}
-    cfg.rewards.functions = {**_recorded(options, given), **given}
+    functions = {**_functions_of(options.model), **plain(cfg.rewards.functions)}
+    cfg.rewards.functions = {**_recorded(options, functions), **functions}
     engines = options.engines or max(1, cfg.rollout.engines // cfg.trainer.num_nodes)
     cfg.trainer.num_nodes, cfg.rollout.engines = 1, engines
     return cfg
@@ -159,22 +159,22 @@ def configuration(options: EvaluationOptions, folder: Path | None) -> DictConfig
 
 def _check_tasks(known: Registry, benchmarks: Sequence[Benchmark]) -> None:
     """Raise ConfigError if no plugin and no function judges the task of a benchmark."""
-    for one in benchmarks:
+    for benchmark in benchmarks:
         try:
-            known.plugin_of_task(one.task)
+            known.plugin_of_task(benchmark.task)
         except ConfigError as error:
-            raise ConfigError(f"{one.file or one.name}: task is {one.task!r}: {error}") from None
+            raise ConfigError(f"{benchmark.file or benchmark.name}: task is {benchmark.task!r}: {error}") from None
 
 
-def _recorded(options: EvaluationOptions, given: Mapping[str, str]) -> dict[str, str]:
-    """Return the reward functions that the manifests of `out` and of `expected` name, without tasks of `given`."""
-    found: dict[str, str] = {}
+def _recorded(options: EvaluationOptions, skip: Mapping[str, str]) -> dict[str, str]:
+    """Return the reward functions that the manifests of `out` and of `expected` name, without tasks of `skip`."""
+    functions: dict[str, str] = {}
     for manifest in (read_object(options.out / "manifest.json"), options.expected):
         if manifest is not None:
             own = [entry["file"] for entry in manifest["benchmarks"].values() if "file" in entry]
-            tasks = {name: one.task for name, one in catalogue(own).items()}
-            found |= recorded_functions(manifest, tasks, given)
-    return found
+            tasks = {name: benchmark.task for name, benchmark in catalogue(own).items()}
+            functions |= recorded_functions(manifest, tasks, skip)
+    return functions
 
 
 def _functions_of(model: str) -> dict[str, str]:
@@ -183,8 +183,8 @@ def _functions_of(model: str) -> dict[str, str]:
     file = (path.parent.parent if (path / "state.json").is_file() else path) / "config.yaml"
     if models.is_url(model) or not file.is_file():
         return {}
-    found: dict[str, str] = plain(settings.read_config(file).rewards.functions)
-    return found
+    functions: dict[str, str] = plain(settings.read_config(file).rewards.functions)
+    return functions
 
 
 def check_rewards(cfg: DictConfig, known: Registry, records: Sequence[Mapping[str, Any]]) -> None:
@@ -193,13 +193,13 @@ def check_rewards(cfg: DictConfig, known: Registry, records: Sequence[Mapping[st
 
     configured = settings_of(plain(cfg.rewards))
     classes = {task: known.plugin_of_task(task) for task in sorted({record["task"] for record in records})}
-    plugins = {task: make_plugin(one, configured.get(one.name)) for task, one in classes.items()}
+    plugins = {task: make_plugin(plugin, configured.get(plugin.name)) for task, plugin in classes.items()}
     for record in records:
         try:
             plugins[record["task"]].validate_truth(record["truth"])
         except ValueError as error:
             raise DataError(f"record {record['id']!r} of task {record['task']!r}: {error}") from error
-    if any(one.needs_sandbox for one in classes.values()):
+    if any(plugin.needs_sandbox for plugin in classes.values()):
         check_sandbox(cfg.rewards.unsafe_no_sandbox)
 
 
@@ -226,7 +226,7 @@ def _fitted(cfg: DictConfig, model: Model, benchmarks: Sequence[Benchmark]) -> D
     if model.folder is None:
         return cfg
     check_node(cfg, trains=False)
-    cfg.trainer.grpo.context_tokens = max(one.sampling.context for one in benchmarks)
+    cfg.trainer.grpo.context_tokens = max(benchmark.sampling.context for benchmark in benchmarks)
     check_memory(cfg, None)
     return cfg
 
@@ -236,8 +236,8 @@ def _tell_other_eos(cfg: DictConfig, model: Model, records: Sequence[Mapping[str
     if model.folder is None:
         return
     form = cfg.data.prompt
-    messages = form == "chat" or (form == "as_written" and any(isinstance(one["prompt"], list) for one in records))
-    if fault := eos_caution(model.folder, messages):
+    chat = form == "chat" or (form == "as_written" and any(isinstance(record["prompt"], list) for record in records))
+    if fault := eos_caution(model.folder, chat):
         _log.warning("%s", fault)
 
 
@@ -325,7 +325,7 @@ def write_results(
     """Write results.json and return its content.  `work`: None if nothing had to be sampled or judged."""
     from nemo_prorl.evaluation.results import results, scored
 
-    found = {
+    samples = {
         one.benchmark.name: scored(one.records, one.store.lines, one.store.verdicts, one.benchmark.sampling.samples)
         for one in parts
     }
@@ -337,19 +337,19 @@ def write_results(
         clock = earlier["time"]
     if work is not None:
         clock = {**clock, "judged": datetime.now(UTC).isoformat(timespec="seconds")}
-    result = results(manifest, [one.benchmark for one in parts], found, clock)
+    result = results(manifest, [part.benchmark for part in parts], samples, clock)
     write_json(out / "results.json", result)
     return result
 
 
-def differences(one: Any, other: Any, at: str = "") -> list[str]:
+def differences(there: Any, here: Any, at: str = "") -> list[str]:
     """Return one line per number in which two results.json differ, without durations and the model's entry.
 
-    `at`: path of keys to `one` and `other`; empty at the top.
+    `at`: path of keys to `there` and `here`; empty at the top.
     """
-    if isinstance(one, dict) and isinstance(other, dict):
+    if isinstance(there, dict) and isinstance(here, dict):
         # Categories follow from parts; older versions lack them.  The manifests were compared for the scorer.
         skipped = ("time", "model", "verdicts") if not at else ("categories", "scorer")
-        keys = [key for key in (*one, *(key for key in other if key not in one)) if key not in skipped]
-        return [text for key in keys for text in differences(one.get(key), other.get(key), f"{at}/{key}")]
-    return [] if one == other else [f"{at.removeprefix('/')}: {one} there, {other} here"]
+        keys = [key for key in (*there, *(key for key in here if key not in there)) if key not in skipped]
+        return [text for key in keys for text in differences(there.get(key), here.get(key), f"{at}/{key}")]
+    return [] if there == here else [f"{at.removeprefix('/')}: {there} there, {here} here"]

@@ -105,14 +105,14 @@ async def sample_and_judge(
     try:
         prompts = missing_work(parts, source)
         to_draw, to_judge = sum(len(one.to_draw) for one in prompts), sum(len(one.to_judge) for one in prompts)
-        stored = sum(len(one.store.lines) for one in parts)
-        counted = sum(len(one.records) * one.benchmark.sampling.samples for one in parts)
+        stored = sum(len(part.store.lines) for part in parts)
+        counted = sum(len(part.records) * part.benchmark.sampling.samples for part in parts)
         surplus = stored + to_draw - counted
         rest = f" ({surplus} of them do not count: --samples is smaller now)" if surplus > 0 else ""
         _log.info("%d responses are stored%s; %d to sample, %d to judge", stored, rest, to_draw, to_judge)
         if not to_draw and not to_judge:
             return None
-        tasks = sorted({record["task"] for one in parts for record in one.records})
+        tasks = sorted({record["task"] for part in parts for record in part.records})
         engines = num_engines if to_draw else 0
         async with Services(cfg, out, tasks, engines) as services, services.reward_client() as rewards:
             if isinstance(source, LocalEngines):
@@ -207,7 +207,7 @@ class Work:
         self.judged += 1
 
     async def _log_progress(self, prompts: Sequence[PromptWork], began: float) -> None:
-        to_draw = sum(len(one.to_draw) for one in prompts)
+        to_draw = sum(len(prompt.to_draw) for prompt in prompts)
         longest = max((one.sampling.max_response or one.sampling.context for one in prompts if one.to_draw), default=0)
         while True:
             await asyncio.sleep(_PROGRESS_EVERY_S)

@@ -96,9 +96,9 @@ class Services:
         """
         seconds = self._cfg.trainer.deadlines.startup_s
         for kind, count in self._expected:
-            what = f"{count} x {self.endpoints}/{kind}-*.json (trainer.deadlines.startup_s; a busy machine needs more)"
-            what += f"; see {self._out / 'logs'}"
-            deadline = Deadline(seconds, what)
+            text = f"{count} x {self.endpoints}/{kind}-*.json (trainer.deadlines.startup_s; a busy machine needs more)"
+            text += f"; see {self._out / 'logs'}"
+            deadline = Deadline(seconds, text)
             while len(list(self.endpoints.glob(f"{kind}-*.json"))) < count:
                 deadline.check()
                 await asyncio.sleep(0.05)

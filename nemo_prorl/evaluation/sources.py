@@ -113,8 +113,8 @@ class LocalEngines:
             text = self._renderer.judged_text(ids, response.token_ids)
             on_reply(response.index, Reply(text, response.finished, len(response.token_ids)))
 
-        what = f"a new token, with responses to {record['id']!r} open (trainer.deadlines.rollout_s)"
-        deadline = Deadline(self._seconds, what)
+        awaited = f"a new token, with responses to {record['id']!r} open (trainer.deadlines.rollout_s)"
+        deadline = Deadline(self._seconds, awaited)
         ids, params = self.request(record, sampling)
         await self._pool.generate(ids, seeds, params, deadline, ended)
 

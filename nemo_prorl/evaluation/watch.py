@@ -123,5 +123,5 @@ def results(run_dir: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (step, content of results.json) of each evaluated checkpoint, by step."""
     for folder in sorted((run_dir / FOLDER).glob("step-*")):
         step = folder.name.removeprefix("step-")
-        if step.isdecimal() and (found := read_object(folder / "results.json")):
-            yield int(step), found
+        if step.isdecimal() and (result := read_object(folder / "results.json")):
+            yield int(step), result

@@ -27,8 +27,8 @@ _log = logging.getLogger(__name__)
 
 def initial_model(cfg: Config, run_dir: Path) -> Path:
     """Return the folder of the weights before a warm-up; the folder also has the model's config.json and tokenizer."""
-    given = cfg.pretrained_checkpoint.restore_from_path
-    return Path(given) if given else run_dir / "init"
+    path = cfg.pretrained_checkpoint.restore_from_path
+    return Path(path) if path else run_dir / "init"
 
 
 def base_folder(cfg: Config, run_dir: Path) -> Path:

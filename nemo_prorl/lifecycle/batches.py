@@ -147,7 +147,7 @@ def read_trainer_logprobs(run_dir: Path, step: int, groups: Sequence[Group]) -> 
         return None
     import torch
 
-    engine = [one.logprobs for group in groups for one in group.responses]
+    engine = [response.logprobs for group in groups for response in group.responses]
     gap_M = torch.from_numpy(load(file.read_bytes())["gap_M"]).view(torch.float8_e4m3fn).float() / _GAP_UNITS
     ends = accumulate(map(len, engine), initial=0)
     parts = (gap_M[begin:end].tolist() for begin, end in pairwise(ends))

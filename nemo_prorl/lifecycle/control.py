@@ -163,12 +163,12 @@ class Requests:
 
     def answer(self, request: Request, step: int, status: AnswerStatus, detail: str) -> None:
         """Write the answer into the journal, then remove the request's file."""
-        what, user, host = request.what, request.user, request.host
+        kind, user, host = request.what, request.user, request.host
         self._journal.append(
-            "control", step, request=request.id, what=what, status=status, detail=detail, user=user, host=host
+            "control", step, request=request.id, what=kind, status=status, detail=detail, user=user, host=host
         )
         self._answered.add(request.id)
-        _log.info("control request %s (%s, sent by %s@%s): %s", request.id, what, user, host, detail)
+        _log.info("control request %s (%s, sent by %s@%s): %s", request.id, kind, user, host, detail)
         self._remove(self._file(request))
 
     def close(self, step: int) -> None:
@@ -316,7 +316,7 @@ def _content(path: Path) -> bytes:
 def add_parser(commands: Any) -> None:
     """Add `control` to the main command line."""
     text = "send a request to a live run, also from another machine that sees its directory"
-    listed = "; ".join(f"{name}: {what}" for name, what in REQUESTS.items())
+    listed = "; ".join(f"{name}: {effect}" for name, effect in REQUESTS.items())
     parser = commands.add_parser("control", help=text, description=f"{text}. {listed}.")
     parser.add_argument("run_dir", metavar="RUN", type=Path, help="run directory of the live run")
     parser.add_argument("what", choices=tuple(REQUESTS), help="request to send")
@@ -412,14 +412,14 @@ def _default_wait(run_dir: Path) -> tuple[float, str]:
     )
 
 
-def place(folder: Path, what: RequestKind) -> tuple[Request, Path]:
+def place(folder: Path, kind: RequestKind) -> tuple[Request, Path]:
     """Write a request in one atomic step; return it with its file."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a user id without a name
         user = str(os.getuid())
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
-    request = Request(name, what, time.time(), user, socket.gethostname())
+    request = Request(name, kind, time.time(), user, socket.gethostname())
     file = folder / f"{name}.json"
     try:
         folder.mkdir(exist_ok=True)

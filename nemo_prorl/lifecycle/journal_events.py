@@ -176,20 +176,20 @@ def standing(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     Args:
         events: lines of journal.jsonl; those without a step that is a number are left out.
     """
-    found: list[Mapping[str, Any]] = []
+    kept: list[Mapping[str, Any]] = []
     without: list[Mapping[str, Any]] | None = None  # what stood at the end of a trial's arm without reset
     for event in events:
         step, kind = event.get("step"), event.get("event")
         if not isinstance(step, int) or isinstance(step, bool):
             continue
         if kind == "trial" and event.get("arm") == "reset" and without is None:
-            without = found
+            without = kept
         elif kind == "trial" and event.get("arm") == "none":
             without = None
         elif kind == "trial_end":
-            found = without if event.get("winner") == "none" and without is not None else found
+            kept = without if event.get("winner") == "none" and without is not None else kept
             without = None
         if kind in ("resume", "trial"):
-            found = [one for one in found if one["step"] <= step]
-        found.append(event)
-    return found
+            kept = [earlier for earlier in kept if earlier["step"] <= step]
+        kept.append(event)
+    return kept

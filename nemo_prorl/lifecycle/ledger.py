@@ -76,9 +76,9 @@ def object_of(name: str) -> Object:
 
 def _timed(method: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(method)
-    def timed(self: "Ledger", *given: Any, **named: Any) -> None:
+    def timed(self: "Ledger", *arguments: Any, **named: Any) -> None:
         began = time.monotonic()
-        method(self, *given, **named)
+        method(self, *arguments, **named)
         self._seconds += time.monotonic() - began
 
     return timed

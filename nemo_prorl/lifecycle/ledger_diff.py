@@ -62,15 +62,15 @@ def of_step(first: Line, second: Line, norms: Norms | None = None) -> Parting | 
     for name in [*a, *(name for name in b if name not in a)]:
         about = object_of(name)
         if about.parts in ("groups", "responses"):
-            mine, other = (_by_part(line, name, common) for line in (first, second))
+            base, other = (_by_part(line, name, common) for line in (first, second))
             if about.phase == "trainer" and not same_groups:
                 break  # the batches differ, hence all that follows
         else:
-            mine, other = a.get(name, {}), b.get(name, {})
-        different = [part for part in mine if mine[part] != other.get(part)] + [p for p in other if p not in mine]
+            base, other = a.get(name, {}), b.get(name, {})
+        different = [part for part in base if base[part] != other.get(part)] + [p for p in other if p not in base]
         if different:
-            kind = _kind(name, mine, other, different, norms is not None and norms.nearly_equal(first["step"]))
-            return Parting(first["step"], about.phase, name, _named(different, len(mine)), kind)
+            kind = _kind(name, base, other, different, norms is not None and norms.nearly_equal(first["step"]))
+            return Parting(first["step"], about.phase, name, _named(different, len(base)), kind)
     return None if same_groups else _other_groups(first, second)
 
 
@@ -85,13 +85,13 @@ def _by_part(line: Line, name: str, draws: Sequence[int]) -> dict[str, str]:
 
 
 def _kind(
-    name: str, mine: Mapping[str, str], other: Mapping[str, str], different: Sequence[str], rounding: bool
+    name: str, base: Mapping[str, str], other: Mapping[str, str], different: Sequence[str], rounding: bool
 ) -> str:
     short = name.rpartition("/")[2]
     if short == "first":
-        gaps = [abs(_float(mine[part]) - _float(other[part])) for part in different if part in other]
+        gaps = [abs(_float(base[part]) - _float(other[part])) for part in different if part in other]
         touched = {_draw(part) for part in different}  # groups of an earlier step may be equal
-        if len(different) < _MOST * sum(_draw(part) in touched for part in mine):
+        if len(different) < _MOST * sum(_draw(part) in touched for part in base):
             return "sampling: another seed"  # another token comes first in a few responses of a group only
         large = max(gaps, default=0.0) > _ROUNDING
         return "sampling: temperature, or other weights in the engine" if large else "engine arithmetic"
@@ -101,8 +101,8 @@ def _kind(
         **{"prompts": "data", "versions": "scheduling", "tokens": "sampling", "engine_logp": "engine arithmetic"},
         **{"verdicts": "reward", "settings": "configuration", "moments": "optimizer", "masters": "optimizer"},
     }
-    values = (sorted(found.get(part, "") for part in different) for found in (mine, other))
-    if short not in kinds and len(different) > 1 and len({tuple(found) for found in values}) == 1:
+    values = (sorted(digests.get(part, "") for part in different) for digests in (base, other))
+    if short not in kinds and len(different) > 1 and len({tuple(digests) for digests in values}) == 1:
         return "trainer: the same values in other rows"
     return kinds.get(short, "trainer")
 
@@ -126,8 +126,8 @@ def _other_groups(first: Line, second: Line) -> Parting:
         if outcome_a != outcome_b:
             where = f"decision {number}, prompt {id_a}: {outcome_a} / {outcome_b}"
             return Parting(first["step"], "rewards", "groups", where, "sampling or reward")
-    one, two = set(first.get("draws", [])), set(second.get("draws", []))
-    where = f"only in the first: {_named(sorted(one - two), 0)}; only in the second: {_named(sorted(two - one), 0)}"
+    a, b = set(first.get("draws", [])), set(second.get("draws", []))
+    where = f"only in the first: {_named(sorted(a - b), 0)}; only in the second: {_named(sorted(b - a), 0)}"
     return Parting(first["step"], "selection", "groups", where, "data")
 
 

@@ -22,8 +22,8 @@ def diagnosis(metrics: Metrics, past: Sequence[Mapping[str, Any]], responses: Se
     """
     if math.isnan(metrics["reward/all"]):
         unjudged = (line["verdict"] for line in responses if line["verdict"].get("score") is None)
-        why = next((f"; the first: {verdict['detail']}" for verdict in unjudged), "")
-        return f"no response has a verdict{why}. Cause: the reward failed, not the model. {UNJUDGED}"
+        first = next((f"; the first: {verdict['detail']}" for verdict in unjudged), "")
+        return f"no response has a verdict{first}. Cause: the reward failed, not the model. {UNJUDGED}"
     facts = (
         f"{metrics['unsolved/all']:.0%} of the groups have only wrong responses,"
         f" {metrics['solved/all']:.0%} only right ones; mean reward {metrics['reward/all']:.2f},"

@@ -71,11 +71,11 @@ class Records:
         """Return the journal's events so far; an empty list on ranks other than 0."""
         return self._journal.events() if self.writes else []
 
-    def alarm(self, step: int, what: str) -> None:
+    def alarm(self, step: int, message: str) -> None:
         """Write a condition that needs a person's attention to the log and the journal."""
         if self.writes:
-            _log.warning("step %d: %s", step, what)
-            self.event("alarm", step, what=what)
+            _log.warning("step %d: %s", step, message)
+            self.event("alarm", step, what=message)
 
     def log(self, metrics: Metrics) -> None:
         """Write the step's line of metrics.jsonl: `time/step`, the sum of its phases, its speed, and `system/*`."""

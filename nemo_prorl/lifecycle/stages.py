@@ -40,22 +40,22 @@ def origin(cfg: Config, run_dir: Path) -> Origin | None:
     Raises:
         ConfigError: the checkpoint is missing or incomplete, or the previous run is not finished.
     """
-    chain, given = cfg.chain, cfg.chain.start_from
-    if given is None and chain.after is None:
+    chain, start_from = cfg.chain, cfg.chain.start_from
+    if start_from is None and chain.after is None:
         return None
-    folder = Path(given) if given is not None else run_dir.parent / str(chain.after)
+    folder = Path(start_from) if start_from is not None else run_dir.parent / str(chain.after)
     if (folder / "state.json").is_file() and folder.suffix in (TEMPORARY, OLD, TRASH):
         raise ConfigError(
-            f"chain.start_from={given}: a {folder.suffix} folder is not a complete checkpoint."
+            f"chain.start_from={start_from}: a {folder.suffix} folder is not a complete checkpoint."
             f" Fix: chain.start_from={folder.with_suffix('')}"
         )
     if (folder / "state.json").is_file():
         run = folder.parent.parent
         return Origin(folder, run if (run / "config.yaml").is_file() else None, folder)
-    key = f"chain.start_from={given}" if given is not None else f"stage={cfg.stage}"
+    key = f"chain.start_from={start_from}" if start_from is not None else f"stage={cfg.stage}"
     if not (folder / "config.yaml").is_file():
         fault = "is neither a run directory nor a checkpoint"
-        if given is None:
+        if start_from is None:
             fault = f"follows {chain.after}, and there is no run in {folder}"
         if left := complete(folder.parent) or complete(folder.parent / "checkpoints"):
             names = ", ".join(path.name for path in left)

@@ -77,8 +77,8 @@ def heldout_scores(names: Sequence[str], groups: Sequence[Any]) -> HeldOutScores
     by_name: dict[str, list[float]] = {}
     for name, group in zip(names, groups, strict=True):
         if not all(group.valid):
-            what = f"validation: prompt {group.prompt_id} of {name} could not be judged"
-            raise RewardFailure(f"{what}: {group.unjudged}")
+            fault = f"validation: prompt {group.prompt_id} of {name} could not be judged"
+            raise RewardFailure(f"{fault}: {group.unjudged}")
         by_name.setdefault(name, []).append(sum(group.scores) / len(group.scores))
 
     def of(values: list[float]) -> HeldOutScore:
@@ -171,5 +171,5 @@ def _sum(lines: Sequence[Mapping[str, Any]], key: str) -> float:
 def validations_of(run_dir: Path, after: int, last: int) -> dict[int, dict[str, float]]:
     """Return the score of each held-out prompt by step, of the steps after `after` up to `last`, oldest first."""
     files = (file for file in sorted((run_dir / "validations").glob("step-*.json")) if after < step_of(file) <= last)
-    found = {step_of(file): read_object(file) or {} for file in files}
-    return {step: scores for step, scores in found.items() if {*map(type, scores.values())} == {float}}
+    validations = {step_of(file): read_object(file) or {} for file in files}
+    return {step: scores for step, scores in validations.items() if {*map(type, scores.values())} == {float}}

@@ -39,8 +39,8 @@ def kl_after_reset(cfg: DictConfig) -> float:
     It applies to the first step of a run and to the step after a reset.  If
     trainer.resets.kl_after_reset is set, its value is returned.
     """
-    given = cfg.trainer.resets.kl_after_reset
-    return REFERENCE[_trainers(cfg)] if given is None else float(given)
+    configured = cfg.trainer.resets.kl_after_reset
+    return REFERENCE[_trainers(cfg)] if configured is None else float(configured)
 
 
 def engine_gap_alarm(cfg: DictConfig) -> float:
@@ -49,9 +49,9 @@ def engine_gap_alarm(cfg: DictConfig) -> float:
     A step with a larger difference causes an alarm.  If trainer.grpo.correction.alarm is set, its
     value is returned.
     """
-    given, trainers = cfg.trainer.grpo.correction.alarm, _trainers(cfg)
+    configured, trainers = cfg.trainer.grpo.correction.alarm, _trainers(cfg)
     coarsest = HALF if trainers == FLOAT32 and cfg.rollout.dtype != "float32" else trainers
-    return ENGINE[coarsest] if given is None else float(given)
+    return ENGINE[coarsest] if configured is None else float(configured)
 
 
 def _trainers(cfg: DictConfig) -> str:

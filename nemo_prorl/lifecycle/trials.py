@@ -139,8 +139,8 @@ class Trials:
             return None
         without = validations_of(self._folder(begun) / "none", begun, self._last(trial))
         with_reset, at_end = validations_of(self.run_dir, begun, step), step >= self._last(trial)
-        found = look(without, with_reset, self.cfg.trainer.resets.trial_noise)
-        shown, decided = found or (PairedDifference(0.0, 0.0), False)  # no validation: the file of one is damaged
+        comparison = look(without, with_reset, self.cfg.trainer.resets.trial_noise)
+        shown, decided = comparison or (PairedDifference(0.0, 0.0), False)  # no validation: the file of one is damaged
         if not at_end and not (decided and step in with_reset):
             return None
         because = f"decided after {step - begun} steps" if decided else "no difference is shown"

@@ -47,15 +47,15 @@ class Whereabouts:
     waits: bool
 
     @classmethod
-    def now(cls, step: int, what: str) -> "Whereabouts":
-        """Return the whereabouts of this rank; `what`: phase if Metrics has none.  Any thread may call this."""
+    def now(cls, step: int, phase: str) -> "Whereabouts":
+        """Return the whereabouts of this rank; `phase`: if Metrics has none.  Any thread may call this."""
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         waits = frame is not None and "/torch/distributed/" in frame.f_code.co_filename
         inner = _where(frame)
         while frame is not None and not frame.f_code.co_filename.startswith(_PACKAGE):
             frame = frame.f_back
         own = _where(frame)
-        return cls(step, Metrics.current or what, inner if own in ("", inner) else f"{own} > {inner}", waits)
+        return cls(step, Metrics.current or phase, inner if own in ("", inner) else f"{own} > {inner}", waits)
 
 
 def _where(frame: FrameType | None) -> str:
@@ -81,17 +81,17 @@ class Watchdog:
         self._waiting = waiting
 
     @contextmanager
-    def watch(self, step: int, what: str = "step") -> Iterator[None]:
-        """Context manager that reports once if it takes 5 times the longest of the last 50 with the same `what`.
+    def watch(self, step: int, work: str = "step") -> Iterator[None]:
+        """Context manager that reports once if it takes 5 times the longest of the last 50 with the same `work`.
 
         Args:
-            what: "step" for rollout and updates, "validation", "reset" or "checkpoint".
+            work: "step" for rollout and updates, "validation", "reset" or "checkpoint".
         """
-        past = self._past.setdefault(what, deque(maxlen=_REMEMBERED))
+        past = self._past.setdefault(work, deque(maxlen=_REMEMBERED))
         began, timer = time.monotonic(), None
         if len(past) >= _LEAST:
             limit = max(self.least_s, FACTOR * max(past))
-            timer = threading.Timer(limit, self._report, (step, what, limit))
+            timer = threading.Timer(limit, self._report, (step, work, limit))
             timer.daemon = True
             timer.start()
         try:
@@ -101,9 +101,9 @@ class Watchdog:
                 timer.cancel()
         past.append(time.monotonic() - began)
 
-    def _report(self, step: int, what: str, limit: float) -> None:
+    def _report(self, step: int, work: str, limit: float) -> None:
         stacks.request()
-        own = Whereabouts.now(step, what)
+        own = Whereabouts.now(step, work)
         if self.rank > 0:
             try:
                 write_json(self._file(self.rank), asdict(own))
@@ -115,7 +115,7 @@ class Watchdog:
         where = {0: own, **self._others(step, max(5.0, _LISTEN * limit))}
         self.alarm(
             step,
-            f"no progress for {limit:.0f} s, {FACTOR:g} times the longest of the last {what}s:"
+            f"no progress for {limit:.0f} s, {FACTOR:g} times the longest of the last {work}s:"
             f" {'; '.join(filter(None, (waiting, *culprits(where, self.ranks))))};"
             f" the stacks of all processes are in {self.dir}/logs/stacks-*.txt",
         )
@@ -125,15 +125,15 @@ class Watchdog:
 
     def _others(self, step: int, seconds: float) -> dict[int, Whereabouts]:
         """Return the whereabouts of the other ranks that have reported them within `seconds`."""
-        found: dict[int, Whereabouts] = {}
+        reports: dict[int, Whereabouts] = {}
         end = time.monotonic() + seconds
         while True:
-            for rank in sorted(set(range(1, self.ranks)) - found.keys()):
+            for rank in sorted(set(range(1, self.ranks)) - reports.keys()):
                 with suppress(OSError, ValueError, TypeError):
                     value = Whereabouts(**json.loads(self._file(rank).read_text()))
-                    found |= {rank: value} if value.step == step else {}
-            if len(found) == self.ranks - 1 or time.monotonic() > end:
-                return found
+                    reports |= {rank: value} if value.step == step else {}
+            if len(reports) == self.ranks - 1 or time.monotonic() > end:
+                return reports
             time.sleep(0.2)
 
 

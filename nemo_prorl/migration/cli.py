@@ -33,14 +33,14 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    given = read(args.file)
-    if found := looks_like(args.trainer, given):
-        other, keys = found
+    settings = read(args.file)
+    if likely := looks_like(args.trainer, settings):
+        other, keys = likely
         raise ConfigError(
             f"{args.file}: expected settings of {TITLES[args.trainer]}; this looks like {TITLES[other]}"
             f" ({', '.join(keys[:3])}). Fix: prorl convert {other} {shlex.quote(str(args.file))}"
         )
-    made = convert(args.trainer, given)
+    made = convert(args.trainer, settings)
     if len(made.left) + len(made.misspelt) == len(made.given):
         raise ConfigError(f"{args.file}: expected settings of {TITLES[args.trainer]}; got only unknown settings")
     sys.stdout.write(text(made, TITLES[args.trainer]))
@@ -60,8 +60,8 @@ def text(made: Converted, title: str) -> str:
     lines += _section(f"not the same as in {title}:", made.differs)
     lines += [f"# {note}" for note in made.notes]
     if made.unused:
-        why = ", ".join(f"{times} {why}" for why, times in Counter(made.unused.values()).most_common())
-        lines.append(f"# no override needed for {len(made.unused)} settings: {why}")
+        reasons = ", ".join(f"{times} {reason}" for reason, times in Counter(made.unused.values()).most_common())
+        lines.append(f"# no override needed for {len(made.unused)} settings: {reasons}")
     lines += _section(
         f"{title}'s settings without a counterpart here:", [f"{key}={made.left[key]}" for key in sorted(made.left)]
     )
@@ -70,9 +70,9 @@ def text(made: Converted, title: str) -> str:
 
 def _asked(unknown: Mapping[str, str]) -> list[str]:
     """Return what the user must set, in one line for all keys that a missing base may have."""
-    absent = {key: why.removesuffix(NO_DEFAULT) for key, why in unknown.items() if why.endswith(NO_DEFAULT)}
+    absent = {key: reason.removesuffix(NO_DEFAULT) for key, reason in unknown.items() if reason.endswith(NO_DEFAULT)}
     absent = absent if len(absent) > _SEVERAL else {}
-    asked = [f"{key}: {why}" for key, why in unknown.items() if key not in absent]
+    asked = [f"{key}: {reason}" for key, reason in unknown.items() if key not in absent]
     base = (
         f"{', '.join(map(str.strip, absent.values()))}: no file has them; let this one name its base (defaults: FILE)"
     )

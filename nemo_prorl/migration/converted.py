@@ -66,13 +66,13 @@ class Converted:
             else:
                 self.unknown[ours] = f"{text} here; {nearest} is what comes nearest"
 
-    def tell_unused(self, keys: Mapping[str, Any], why: str) -> None:
+    def tell_unused(self, keys: Mapping[str, Any], reason: str) -> None:
         """Tell which of these settings, {key: value}, the file has without an effect; 0 and defaults count alone."""
-        given = {key: value for key, value in keys.items() if key in self.given}
-        told = [f"{key}={value}" for key, value in given.items() if not self._is_idle(key, value)]
-        self.unused |= dict.fromkeys((key for key, value in given.items() if self._is_idle(key, value)), NO_EFFECT)
-        if told:
-            self.notes.append(f"{', '.join(told)} has no effect there, {why}")
+        present = {key: value for key, value in keys.items() if key in self.given}
+        changed = [f"{key}={value}" for key, value in present.items() if not self._is_idle(key, value)]
+        self.unused |= dict.fromkeys((key for key, value in present.items() if self._is_idle(key, value)), NO_EFFECT)
+        if changed:
+            self.notes.append(f"{', '.join(changed)} has no effect there, {reason}")
 
     def _is_idle(self, key: str, value: Any) -> bool:
         usual = self.usual.get(key)

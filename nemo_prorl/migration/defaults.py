@@ -22,10 +22,10 @@ def defaults(trainer: str, named: Mapping[str, Any]) -> dict[str, Any]:
     whole: dict[str, Any] = table(trainer)["defaults"]
     if trainer != "nemo_rl":
         return {**whole, **(table(trainer)["rloo"] if _is_rloo(named) else {})}
-    bases = [str(one) for one in named.get(BASE, [])]
-    missing = [one for one in bases if not one.endswith(TABLE_BASE)]
-    unread = {key.removeprefix(UNREAD): str(why) for key, why in named.items() if key.startswith(UNREAD)}
-    missing += [key for key, why in unread.items() if why.startswith("this file is missing")]
+    bases = [str(base) for base in named.get(BASE, [])]
+    missing = [base for base in bases if not base.endswith(TABLE_BASE)]
+    unread = {key.removeprefix(UNREAD): str(reason) for key, reason in named.items() if key.startswith(UNREAD)}
+    missing += [key for key, reason in unread.items() if reason.startswith("this file is missing")]
     if missing:
         raise ConfigError(
             f"{BASE}={missing[0]}: this file is missing, and any number may be in it. Fix: put it where the name"
@@ -39,7 +39,7 @@ def defaults(trainer: str, named: Mapping[str, Any]) -> dict[str, Any]:
     absent = {
         key: Absent(NO_DEFAULT)
         for key, value in whole.items()
-        if key not in own and not key.startswith(off) and not any(f"{one}.".startswith(f"{key}.") for one in named)
+        if key not in own and not key.startswith(off) and not any(f"{name}.".startswith(f"{key}.") for name in named)
         if value is not None and not key.startswith(_CODE)
     }
     return {**whole, **own, **absent, f"{_MEGATRON}.enabled": is_on}

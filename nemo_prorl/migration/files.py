@@ -42,30 +42,30 @@ def read(path: Path) -> dict[str, Any]:
     """Return {dotted key: value} of a file; raises ConfigError if the file cannot be read or has no setting."""
     try:
         if path.suffix in (".yaml", ".yml", ".json"):
-            found = dict(_leaves(_tree(path)))
+            settings = dict(_leaves(_tree(path)))
         else:
             text = path.read_text(encoding="utf-8")
-            found = dict(of_python(text)) if path.suffix == ".py" else _of_script(text, path)
-        if isinstance(name := found.get("deepspeed"), str) and (beside := _Files({}, path.parent).path(name)):
-            found |= dict(_leaves({"deepspeed": _tree(beside)}))
-            del found["deepspeed"]
+            settings = dict(of_python(text)) if path.suffix == ".py" else _of_script(text, path)
+        if isinstance(name := settings.get("deepspeed"), str) and (beside := _Files({}, path.parent).path(name)):
+            settings |= dict(_leaves({"deepspeed": _tree(beside)}))
+            del settings["deepspeed"]
     except RecursionError as error:
         raise ConfigError(f"{path}: cannot be read: its {BASE} lead back to itself") from error
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError, SyntaxError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
-    if _OF_SFT & found.keys() and not _OF_GRPO & found.keys():
+    if _OF_SFT & settings.keys() and not _OF_GRPO & settings.keys():
         raise ConfigError(
-            f"{path}: {', '.join(sorted(_OF_SFT & found.keys()))} trains by supervised fine-tuning; expected the"
+            f"{path}: {', '.join(sorted(_OF_SFT & settings.keys()))} trains by supervised fine-tuning; expected the"
             " configuration of an RL trainer, which rewards responses"
         )
-    if not found.keys() - {ENTRY}:
+    if not settings.keys() - {ENTRY}:
         raise ConfigError(
             f"{path}: expected a configuration: YAML, JSON, a shell script with the command of the trainer, or Python"
             " with a GRPOConfig(...); got a file without any setting"
         )
-    return {key: _number(value) for key, value in found.items()}
+    return {key: _number(value) for key, value in settings.items()}
 
 
 def _number(value: Any) -> Any:
@@ -91,23 +91,23 @@ def _based(tree: Any, path: Path, *folders: Path) -> dict[str, Any]:
     bases, below, missing = tree.pop(BASE, []), dict[str, Any](), list[Any]()
     for base in [bases] if isinstance(bases, str) else bases if isinstance(bases, list) else []:
         name = Path(str(base))
-        near = [path.parent / name, *(one / name.name for one in (path.parent, *folders))]
-        near = [one for one in near if one.is_file() and (one == near[0] or one.resolve() != path.resolve())]
+        near = [path.parent / name, *(folder / name.name for folder in (path.parent, *folders))]
+        near = [file for file in near if file.is_file() and (file == near[0] or file.resolve() != path.resolve())]
         if near:
-            found = _tree(near[0], *folders)
-            missing += found.pop(BASE, [])
-            below = _merged(below, found)
+            base_tree = _tree(near[0], *folders)
+            missing += base_tree.pop(BASE, [])
+            below = _merged(below, base_tree)
         else:
             missing.append(base)
     alone = {key for key, value in tree.items() if isinstance(value, dict) and value.pop(_ALONE, False)}
     tree = _merged({key: value for key, value in below.items() if key not in alone}, tree)
-    missing = [one for one in missing if one not in _VERL]
+    missing = [base for base in missing if base not in _VERL]
     return tree | ({BASE: missing} if missing else {})
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     pairs = {key: (below[key], value) for key, value in above.items() if key in below}
-    both = {key: _merged(*pair) for key, pair in pairs.items() if all(isinstance(one, dict) for one in pair)}
+    both = {key: _merged(*pair) for key, pair in pairs.items() if all(isinstance(value, dict) for value in pair)}
     return below | above | both
 
 
@@ -147,7 +147,7 @@ def _of_script(text: str, path: Path) -> dict[str, Any]:
     A key to which two commands give different values has none.  Commands of other trainings count only if no other
     is left: they raise ConfigError.  Beside a program of a trainer, those of programs that train nothing do not count.
     """
-    script, found, entries, others = Script(text), dict[str, Any](), list[str](), list[str]()
+    script, merged, entries, others = Script(text), dict[str, Any](), list[str](), list[str]()
     is_alone = not any(_PROGRAM.search(command.entry or "") for command in Script(text).commands())
     for command in script.commands():
         if not (is_alone or not command.entry or _MAY_TRAIN.search(command.entry)):
@@ -158,19 +158,19 @@ def _of_script(text: str, path: Path) -> dict[str, Any]:
         settings = _of_command(command, script.files, path.parent)
         entries += [command.entry] if command.entry and settings else []
         for key, value in settings.items():
-            differs = key in found and found[key] != value
-            found[key] = Expression(f"{found[key]} or {value} (of two commands)") if differs else value
-    if others and not found:
+            differs = key in merged and merged[key] != value
+            merged[key] = Expression(f"{merged[key]} or {value} (of two commands)") if differs else value
+    if others and not merged:
         raise ConfigError(f"{others[0]}; expected the command of an RL trainer, which rewards responses")
-    return found | ({ENTRY: entries} if entries else {})
+    return merged | ({ENTRY: entries} if entries else {})
 
 
 def _other_training(command: Command, files: "_Files") -> str | None:
     """Return what a command trains otherwise, by the name of its program; None for the trainers of the tables."""
     name = re.sub(r"\.py$", "", str(command.entry)).replace("/", ".").rsplit(".", 1)[-1]
     is_read = command.script is not None and re.search("(GRPO|RLOO)Config", files.text(command.script) or "")
-    found = [what for part, what in _TRAINS.items() if re.search(rf"(?<![a-z])({part})(?![a-z])", name)]
-    return found[0] if found and not is_read and not re.search("(main|train)_ppo|grpo", name) else None
+    trainings = [training for part, training in _TRAINS.items() if re.search(rf"(?<![a-z])({part})(?![a-z])", name)]
+    return trainings[0] if trainings and not is_read and not re.search("(main|train)_ppo|grpo", name) else None
 
 
 def _of_command(command: Command, written: Mapping[str, str], folder: Path) -> dict[str, Any]:
@@ -180,11 +180,11 @@ def _of_command(command: Command, written: Mapping[str, str], folder: Path) -> d
         written: {name: text} of files that the script itself writes.
         folder: of the script; names of files are relative to it, to a folder above it, or to the working directory.
     """
-    flags, found = dict(command.settings), dict[str, Any]()
+    flags, settings = dict(command.settings), dict[str, Any]()
     launcher, files = dict(command.launcher), _Files(written, folder)
     for options in (flags, launcher):
         for key in {"config_file", "accelerate_config"} & options.keys():
-            found |= _processes(options.pop(key), files)
+            settings |= _processes(options.pop(key), files)
     own = dict[str, Any]()
     if "config" in flags:
         own |= files.settings(flags.pop("config"), over=flags)
@@ -195,22 +195,22 @@ def _of_command(command: Command, written: Mapping[str, str], folder: Path) -> d
     flags = {**own, **flags}
     text = command.text
     if command.script is not None and (text := files.text(command.script)) is None:
-        found[SCRIPT] = command.script
+        settings[SCRIPT] = command.script
     if text is not None and _IS_TRL.search(text):
         parsed = dict(of_python(text, flags))
-        return {**found, **launcher, **{key: value for key, value in flags.items() if key in LAUNCH}, **parsed}
-    found |= {RLOO: True} if re.fullmatch(r"(trl |(.*/)?(.*\.)?)rloo(\.py)?", str(command.entry)) else {}
-    return {**found, **launcher, **flags}
+        return {**settings, **launcher, **{key: value for key, value in flags.items() if key in LAUNCH}, **parsed}
+    settings |= {RLOO: True} if re.fullmatch(r"(trl |(.*/)?(.*\.)?)rloo(\.py)?", str(command.entry)) else {}
+    return {**settings, **launcher, **flags}
 
 
 def _processes(name: Any, files: "_Files") -> dict[str, Any]:
     """Return the number of processes and machines of a configuration of accelerate, or its name if it is missing."""
     if name in _OF_TRL:
         return {"num_processes": _OF_TRL[name]}
-    found = files.settings(name)
-    if any(key.startswith(UNREAD) for key in found):
+    settings = files.settings(name)
+    if any(key.startswith(UNREAD) for key in settings):
         return {"config_file": name}
-    return {key: value for key, value in found.items() if key in LAUNCH}
+    return {key: value for key, value in settings.items() if key in LAUNCH}
 
 
 class _Files(NamedTuple):
@@ -222,7 +222,7 @@ class _Files(NamedTuple):
     def path(self, name: str) -> Path | None:
         """Return the path of a file; names are relative to the script, a folder above it, or the working directory."""
         folders = (self.folder, Path(), *self.folder.resolve().parents)
-        return next((one / name for one in folders if (one / name).is_file()), None)
+        return next((folder / name for folder in folders if (folder / name).is_file()), None)
 
     def text(self, name: str) -> str | None:
         path = None if name in self.written else self.path(name)
@@ -243,5 +243,5 @@ class _Files(NamedTuple):
                 return {"config_name": match[2]}
             return {f"{UNREAD}{name}": "this file is missing: put it where the script names it, and convert again"}
         path = self.path(name) or self.folder / name
-        found = dict(_leaves(_based(yaml.safe_load(text), path, self.folder), over))
-        return {key: without_marks(value) for key, value in found.items()}
+        settings = dict(_leaves(_based(yaml.safe_load(text), path, self.folder), over))
+        return {key: without_marks(value) for key, value in settings.items()}

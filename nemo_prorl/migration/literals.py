@@ -31,12 +31,12 @@ class Fold(ast.NodeTransformer):
         self.flags = flags
         nodes = list(in_order(tree))
         classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
-        own = [one for node in classes for one in node.body]
-        fields = {id(one) for one in own}
-        own_names = {id(name) for one in own for name in (*getattr(one, "targets", ()), getattr(one, "target", None))}
+        own = [member for node in classes for member in node.body]
+        fields = {id(node) for node in own}
+        own_ids = {id(name) for node in own for name in (*getattr(node, "targets", ()), getattr(node, "target", None))}
         adapted = {id(node.targets[0]) for node in nodes if isinstance(node, ast.Assign) and _is_adapted(node)}
         places = [node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
-        stored = [node.id for node in places if id(node) not in adapted | own_names]
+        stored = [node.id for node in places if id(node) not in adapted | own_ids]
         self._stored = Counter(stored)
         bound = Counter(stored)
         bound.update(node.arg for node in nodes if isinstance(node, ast.arg))
@@ -47,14 +47,14 @@ class Fold(ast.NodeTransformer):
         self._fields: dict[str, Options] = {}
         statements = [node for node in nodes if isinstance(node, ast.Assign | ast.AnnAssign) and id(node) not in fields]
         for _ in range(3):  # classes use constants, constants use classes, functions use both
-            self._fields = {one.name: dict(self._of_class(one)) for one in classes}
+            self._fields = {node.name: dict(self._of_class(node)) for node in classes}
             of_parser = dict(self._of_parser(nodes))
             for statement in statements:
                 self._bind(statement, bound)
             for names, value in bound_names(nodes):
                 self._bind_parsed(names, value, nodes, of_parser)
             self._bind_parameters(nodes, of_parser)
-        self._options |= {name: found for name, found in self._fields.items() if name not in self._options}
+        self._options |= {name: defaults for name, defaults in self._fields.items() if name not in self._options}
         for node in nodes:
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                 self._options.get(ast.unparse(node.value), {}).pop(node.attr, None)
@@ -69,8 +69,8 @@ class Fold(ast.NodeTransformer):
             with suppress(ValueError, TypeError):
                 self._known[target.id] = self.value(node.value)
             if isinstance(node.value, ast.Call) and last_name(node.value) in self._fields:
-                given = {one.arg: self.get(one.value) for one in node.value.keywords if one.arg}
-                self._options[target.id] = self._fields[last_name(node.value)] | given
+                arguments = {keyword.arg: self.get(keyword.value) for keyword in node.value.keywords if keyword.arg}
+                self._options[target.id] = self._fields[last_name(node.value)] | arguments
 
     def fields(self, name: str) -> Options:
         """Return {field: default} of a class of the file."""
@@ -78,7 +78,7 @@ class Fold(ast.NodeTransformer):
 
     def get(self, node: ast.expr) -> Any:
         """Return the value of an expression, or an `Expression`."""
-        has_gap = any(isinstance(one, ast.Constant) and one.value is ... for one in ast.walk(node))
+        has_gap = any(isinstance(part, ast.Constant) and part.value is ... for part in ast.walk(node))
         try:
             return Expression(ast.unparse(node)) if has_gap else self.value(node)
         except (ValueError, TypeError):
@@ -89,28 +89,28 @@ class Fold(ast.NodeTransformer):
         return ast.literal_eval(self.visit(copy.deepcopy(node)))
 
     def _of_class(self, node: ast.ClassDef) -> Iterator[tuple[str, Any]]:
-        for one in node.body:
-            target = one.targets[0] if isinstance(one, ast.Assign) else getattr(one, "target", None)
-            if isinstance(one, ast.AnnAssign) and isinstance(target, ast.Name) and one.value is None:
-                yield target.id, Expression(f"the option --{target.id}")
-            elif isinstance(one, ast.Assign | ast.AnnAssign) and isinstance(target, ast.Name) and one.value is not None:
-                value: ast.expr = one.value
+        for item in node.body:
+            name = item.targets[0] if isinstance(item, ast.Assign) else getattr(item, "target", None)
+            if isinstance(item, ast.AnnAssign) and isinstance(name, ast.Name) and item.value is None:
+                yield name.id, Expression(f"the option --{name.id}")
+            elif isinstance(item, ast.Assign | ast.AnnAssign) and isinstance(name, ast.Name) and item.value is not None:
+                value: ast.expr = item.value
                 if isinstance(value, ast.Call) and last_name(value) == "field":
-                    given = [keyword.value for keyword in value.keywords if keyword.arg == "default"]
+                    default = [keyword.value for keyword in value.keywords if keyword.arg == "default"]
                     factory = [keyword.value for keyword in value.keywords if keyword.arg == "default_factory"]
                     lambdas = [made.body for made in factory if isinstance(made, ast.Lambda)]
-                    value = (given or lambdas or [value])[0]
-                yield target.id, self.get(value)
+                    value = (default or lambdas or [value])[0]
+                yield name.id, self.get(value)
 
     def _of_parser(self, nodes: list[ast.AST]) -> Iterator[tuple[str, Any]]:
         """Yield (option, value) of each `add_argument`, with the value of the command line or the default."""
         for node in nodes:
             if isinstance(node, ast.Call) and last_name(node) == "set_defaults":
-                yield from ((one.arg, self.get(one.value)) for one in node.keywords if one.arg)
+                yield from ((keyword.arg, self.get(keyword.value)) for keyword in node.keywords if keyword.arg)
             if not isinstance(node, ast.Call) or last_name(node) != "add_argument" or not node.args:
                 continue
-            words = [str(one) for one in map(self.get, node.args)]
-            options = {one.arg: self.get(one.value) for one in node.keywords if one.arg}
+            words = [str(value) for value in map(self.get, node.args)]
+            options = {keyword.arg: self.get(keyword.value) for keyword in node.keywords if keyword.arg}
             long = next((word for word in words if word.startswith("--")), words[0])
             name = str(options.get("dest", long.lstrip("-").replace("-", "_")))
             action = str(options.get("action", ""))
@@ -143,8 +143,8 @@ class Fold(ast.NodeTransformer):
             isinstance(node, ast.FunctionDef)
             and node.name == name
             and any(
-                isinstance(one, ast.Return) and one.value and "parse" in ast.unparse(one.value)
-                for one in ast.walk(node)
+                isinstance(part, ast.Return) and part.value and "parse" in ast.unparse(part.value)
+                for part in ast.walk(node)
             )
             for node in nodes
         )
@@ -154,11 +154,11 @@ class Fold(ast.NodeTransformer):
         functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
         for node in nodes:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in functions:
-                for parameter, given in zip(functions[node.func.id].args.args, node.args, strict=False):
-                    text = ast.unparse(given)
+                for parameter, argument in zip(functions[node.func.id].args.args, node.args, strict=False):
+                    text = ast.unparse(argument)
                     if text in self._options:
                         self._options.setdefault(parameter.arg, self._options[text])
-                    elif is_parsing(given) or self._returns_parsed(given, nodes):
+                    elif is_parsing(argument) or self._returns_parsed(argument, nodes):
                         self._options.setdefault(parameter.arg, dict(of_parser))
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
@@ -177,9 +177,9 @@ class Fold(ast.NodeTransformer):
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.expr:
         with suppress(ValueError):
-            parts = [one.value if isinstance(one, ast.FormattedValue) else one for one in node.values]
-            plain = all(one.format_spec is None for one in node.values if isinstance(one, ast.FormattedValue))
-            return ast.Constant("".join(str(self.value(one)) for one in parts)) if plain else node
+            parts = [part.value if isinstance(part, ast.FormattedValue) else part for part in node.values]
+            plain = all(part.format_spec is None for part in node.values if isinstance(part, ast.FormattedValue))
+            return ast.Constant("".join(str(self.value(part)) for part in parts)) if plain else node
         return node
 
     def visit_Dict(self, node: ast.Dict) -> ast.expr:
@@ -197,8 +197,8 @@ class Fold(ast.NodeTransformer):
         with suppress(ValueError, TypeError):
             if name in _FUNCTIONS:
                 named: Options = {}
-                for one in node.keywords:
-                    named |= {one.arg: self.value(one.value)} if one.arg else self.value(one.value)
+                for keyword in node.keywords:
+                    named |= {keyword.arg: self.value(keyword.value)} if keyword.arg else self.value(keyword.value)
                 return _literal(_FUNCTIONS[name](*map(self.value, node.args), **named), node)
             if name in ("os.getenv", "os.environ.get") and len(node.args) == 2:
                 variable = self.value(node.args[0])  # a variable of the environment counts as not set
@@ -222,7 +222,7 @@ class Fold(ast.NodeTransformer):
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
         self.generic_visit(node)
-        left, right = (one.value if isinstance(one, ast.Constant) else None for one in (node.left, node.right))
+        left, right = (side.value if isinstance(side, ast.Constant) else None for side in (node.left, node.right))
         if type(node.op) in ARITHMETIC and isinstance(left, int | float) and isinstance(right, int | float):
             with suppress(ArithmeticError):
                 return ast.Constant(ARITHMETIC[type(node.op)](left, right))
@@ -249,10 +249,10 @@ def parsed_classes(nodes: list[ast.AST]) -> Iterator[list[str]]:
     assigned = {names[0]: value for names, value in bound_names(nodes)}
     for node in nodes:
         if isinstance(node, ast.Call) and last_name(node) in ("TrlParser", "HfArgumentParser"):
-            named = [one.value for one in node.keywords if one.arg == "dataclass_types"]
-            for given in [*node.args, *named][:1]:
-                listed = assigned.get(ast.unparse(given), given)
-                yield [ast.unparse(one).rsplit(".", 1)[-1] for one in getattr(listed, "elts", [listed])]
+            named = [keyword.value for keyword in node.keywords if keyword.arg == "dataclass_types"]
+            for argument in [*node.args, *named][:1]:
+                listed = assigned.get(ast.unparse(argument), argument)
+                yield [ast.unparse(element).rsplit(".", 1)[-1] for element in getattr(listed, "elts", [listed])]
 
 
 def bound_names(nodes: list[ast.AST]) -> Iterator[tuple[list[str], ast.expr]]:
@@ -262,7 +262,7 @@ def bound_names(nodes: list[ast.AST]) -> Iterator[tuple[list[str], ast.expr]]:
     for node in nodes:
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-            names = [ast.unparse(one) for one in getattr(target, "elts", [target])]
+            names = [ast.unparse(element) for element in getattr(target, "elts", [target])]
             assigned[names[0]] = node.value
             match node.value:
                 case ast.Subscript(value, ast.Constant(int(place))) if is_parsing(value):  # one of what it returns
@@ -271,7 +271,7 @@ def bound_names(nodes: list[ast.AST]) -> Iterator[tuple[list[str], ast.expr]]:
                     yield names, value
     for node in nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in functions and node.args:
-            parameters = [one.arg for one in functions[node.func.id].args.args]
+            parameters = [parameter.arg for parameter in functions[node.func.id].args.args]
             if parameters and isinstance(last := node.args[-1], ast.Starred):
                 yield parameters[len(node.args) - 1 :], assigned.get(ast.unparse(last.value), last.value)
 
@@ -283,13 +283,13 @@ def pretrained(node: ast.Call) -> ast.expr | None:
     kind = ast.unparse(node.func.value).rsplit(".", 1)[-1]
     if "Peft" in kind or not ("Model" in kind or kind.endswith(("ForCausalLM", "ForConditionalGeneration"))):
         return None
-    return next(iter([*node.args, *(one.value for one in node.keywords if one.arg in _MODEL_NAMES)]), None)
+    return next(iter([*node.args, *(keyword.value for keyword in node.keywords if keyword.arg in _MODEL_NAMES)]), None)
 
 
 def _is_adapted(node: ast.Assign) -> bool:
     """Return whether an assignment gives a model its adapters: `model = get_peft_model(model, ...)`."""
-    given = node.value.args if isinstance(node.value, ast.Call) else []
-    is_same = len(node.targets) == 1 and bool(given) and ast.unparse(given[0]) == ast.unparse(node.targets[0])
+    arguments = node.value.args if isinstance(node.value, ast.Call) else []
+    is_same = len(node.targets) == 1 and bool(arguments) and ast.unparse(arguments[0]) == ast.unparse(node.targets[0])
     return is_same and last_name(node.value).endswith("get_peft_model")
 
 

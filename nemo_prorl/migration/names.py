@@ -35,29 +35,29 @@ def table(trainer: str) -> dict[str, Any]:
     In the file a key of `keys` has its default beside it, `derived` names keys by what they become, and `aliases` may
     be those of a whole section.  `meanings` has both `differs` and `decides`.
     """
-    found = yaml.safe_load((files(__package__) / f"{trainer}.yaml").read_text(encoding="utf-8"))
-    given = {theirs: ours if isinstance(ours, list) else [ours] for theirs, ours in found["keys"].items()}
-    derived = {theirs: ours for ours, several in found["derived"].items() for theirs in several}
-    aliases = {key.rsplit(".", 1)[-1]: key for key in found.get("alone", ())}
-    aliases |= {key.replace(".", "_"): key for key in found.get("flat", ())} | found.get("aliases", {})
+    content = yaml.safe_load((files(__package__) / f"{trainer}.yaml").read_text(encoding="utf-8"))
+    rows = {key: ours if isinstance(ours, list) else [ours] for key, ours in content["keys"].items()}
+    derived = {key: ours for ours, several in content["derived"].items() for key in several}
+    aliases = {key.rsplit(".", 1)[-1]: key for key in content.get("alone", ())}
+    aliases |= {key.replace(".", "_"): key for key in content.get("flat", ())} | content.get("aliases", {})
     below = [(old, new, key) for old, new in aliases.items() for key in derived if key.startswith(f"{new}.")]
-    return found | {
-        "keys": {theirs: ours for theirs, (ours, *_) in given.items()},
+    return content | {
+        "keys": {key: ours for key, (ours, *_) in rows.items()},
         "derived": derived,
-        "defaults": found["defaults"] | {theirs: default for theirs, (_, *some) in given.items() for default in some},
+        "defaults": content["defaults"] | {key: default for key, (_, *some) in rows.items() for default in some},
         "aliases": aliases | {f"{old}{key.removeprefix(new)}": key for old, new, key in below},
-        "meanings": found["differs"] | found["decides"],
+        "meanings": content["differs"] | content["decides"],
     }
 
 
 def entry(trainer: str, started: Iterable[str]) -> tuple[str, str]:
     """Return the program that a script starts, as a module, and why the user must look at it; empty if not."""
     usual = _ENTRIES.get(trainer, [])
-    names = {re.sub(r"\.py$", "", str(one)).replace("/", ".").lstrip(".") for one in started if usual}
-    names = {one for one in names if trainer == "verl" or f"{trainer}." in one}
-    found = {one for one in names if re.fullmatch(rf"(\S*\.)?({'|'.join(usual)})", one)}
-    why = f"what this program sets or does otherwise than {usual[0]} was not read" if names and len(found) != 1 else ""
-    return " or ".join(sorted(found or names)), why
+    names = {re.sub(r"\.py$", "", str(program)).replace("/", ".").lstrip(".") for program in started if usual}
+    names = {name for name in names if trainer == "verl" or f"{trainer}." in name}
+    exact = {name for name in names if re.fullmatch(rf"(\S*\.)?({'|'.join(usual)})", name)}
+    note = f"what this program sets or does otherwise than {usual[0]} was not read" if names and len(exact) != 1 else ""
+    return " or ".join(sorted(exact or names)), note
 
 
 @functools.cache
@@ -78,21 +78,21 @@ def known(trainer: str, is_alone: bool = False) -> tuple[set[str], set[str]]:
 @functools.cache
 def names() -> dict[str, dict[str, str]]:
     """Return {trainer: {key of that trainer: key of this project}}, older names of its keys included."""
-    found = {}
+    by_trainer = {}
     for trainer in TITLES:
         keys = table(trainer)["keys"] | table(trainer)["derived"]
-        found[trainer] = keys | {old: keys[new] for old, new in table(trainer)["aliases"].items() if new in keys}
-    return found
+        by_trainer[trainer] = keys | {old: keys[new] for old, new in table(trainer)["aliases"].items() if new in keys}
+    return by_trainer
 
 
-def looks_like(trainer: str, given: Iterable[str]) -> tuple[str, list[str]] | None:
-    """Return another trainer and its keys among the given ones; None if `trainer` is as likely.
+def looks_like(trainer: str, named: Iterable[str]) -> tuple[str, list[str]] | None:
+    """Return another trainer and its keys among the named ones; None if `trainer` is as likely.
 
-    Only keys that a single trainer has count.  If one of `trainer`'s is given, the result is None.
+    Only keys that a single trainer has count.  If one of `trainer`'s is named, the result is None.
     """
     of_all = Counter(key for keys in names().values() for key in keys)
-    own = {one: [key for key in given if key in keys and of_all[key] == 1] for one, keys in names().items()}
-    likely = max(own, key=lambda one: len(own[one]))
+    own = {candidate: [key for key in named if key in keys and of_all[key] == 1] for candidate, keys in names().items()}
+    likely = max(own, key=lambda candidate: len(own[candidate]))
     return (likely, own[likely]) if own[likely] and not own[trainer] else None
 
 
@@ -100,4 +100,4 @@ def meant(key: str) -> str | None:
     """Return this project's key for another trainer's key, such as `beta` or `trainer.lr`; None if there is none."""
     pairs = [pair for keys in (_MORE, *names().values()) for pair in keys.items()]
     asked = key, key.rsplit(".", 1)[-1]
-    return next((ours for name in asked for theirs, ours in pairs if name in (theirs, theirs.rsplit(".", 1)[-1])), None)
+    return next((ours for name in asked for other, ours in pairs if name in (other, other.rsplit(".", 1)[-1])), None)

@@ -122,17 +122,17 @@ def _async(made: Converted) -> None:
     is_single = any(key.startswith("async_rl.") for key in made.given)  # the settings of run_grpo_single_controller
     name = made.take(f"{sampler}.name", "in_order" if is_single else None)
     ages = f"{older}.max_trajectory_age_steps", f"{sampler}.max_staleness_versions", f"{sampler}.max_lookahead_versions"
-    given = {key: value for key in ages if (value := made.take(key)) is not None}
-    of_sampler = [value for key, value in given.items() if key.startswith(sampler)]
+    values = {key: value for key in ages if (value := made.take(key)) is not None}
+    of_sampler = [value for key, value in values.items() if key.startswith(sampler)]
     if "rollout.own_devices" in made.unknown:
         return
     if (not is_on and name is None) or (name is not None and of_sampler == [0]):
-        made.unused |= dict.fromkeys(given.keys() & made.given, SAME)
+        made.unused |= dict.fromkeys(values.keys() & made.given, SAME)
         return
-    given = {key: value for key, value in ((f"{older}.enabled", is_on), (f"{sampler}.name", name)) if value} | given
-    told = ", ".join(f"{key}={value}" for key, value in given.items())
+    values = {key: value for key, value in ((f"{older}.enabled", is_on), (f"{sampler}.name", name)) if value} | values
+    text = ", ".join(f"{key}={value}" for key, value in values.items())
     made.unknown["rollout.own_devices"] = (
-        f"{told}: rollout.own_devices=true generates one step ahead here, never more, on GPUs of its own:"
+        f"{text}: rollout.own_devices=true generates one step ahead here, never more, on GPUs of its own:"
         " choose trainer.devices and rollout.engines with it, as cluster=h100_4x8_split does (rollout.sleep=null)"
     )
 
@@ -187,7 +187,7 @@ def _optimizer(made: Converted) -> None:
     has_megatron = made.take(f"{_ON}.enabled")
     prefix = f"{_ON}.optimizer" if has_megatron else "policy.optimizer.kwargs"
     ends, tables = _OF_MEGATRON if has_megatron else _ADAMW, table("nemo_rl")
-    found = {key: made.take(f"{prefix}.{key}") for key in ends if f"{prefix}.{key}" in made.rest}
+    values = {key: made.take(f"{prefix}.{key}") for key in ends if f"{prefix}.{key}" in made.rest}
     is_adamw = made.rest.get("policy.optimizer.name", "torch.optim.AdamW") == "torch.optim.AdamW"
     others = [key for key in made.rest if key.startswith(f"{prefix}.") and not has_megatron]
     for key in [key for key in others if key not in tables["differs"] | tables["decides"]]:
@@ -200,17 +200,17 @@ def _optimizer(made: Converted) -> None:
     names = {"model.optim.lr": "lr", "model.optim.weight_decay": "weight_decay", "model.optim.betas": "betas"}
     names["model.optim.eps"] = "adam_eps" if has_megatron else "eps"
     if has_megatron:
-        found["betas"] = [found.get("adam_beta1"), found.get("adam_beta2")]
+        values["betas"] = [values.get("adam_beta1"), values.get("adam_beta2")]
         names["trainer.gradient_clip_val"] = "clip_grad"
-        start, decay = (made.take(f"{_ON}.scheduler.{one}_weight_decay") for one in ("start", "end"))
+        start, decay = (made.take(f"{_ON}.scheduler.{point}_weight_decay") for point in ("start", "end"))
         if start not in (None, decay):  # with a constant weight decay it is the end's
             made.tell_unused({f"{_ON}.scheduler.start_weight_decay": start}, "where end_weight_decay counts")
-        found |= {"weight_decay": decay} if isinstance(decay, int | float) else {}  # Megatron's schedule sets it
-        if (kind := found.get("optimizer", "adam")) != "adam":
+        values |= {"weight_decay": decay} if isinstance(decay, int | float) else {}  # Megatron's schedule sets it
+        if (kind := values.get("optimizer", "adam")) != "adam":
             made.unknown[f"{prefix}.optimizer={kind}"] = "the optimizer is AdamW here"
-    made.overrides |= {ours: found[theirs] for ours, theirs in names.items() if theirs in found}
-    nemo_rl_schedule(made, has_megatron, found.get("min_lr"))
-    _drop(made, has_megatron, found)
+    made.overrides |= {ours: values[key] for ours, key in names.items() if key in values}
+    nemo_rl_schedule(made, has_megatron, values.get("min_lr"))
+    _drop(made, has_megatron, values)
     shared.tell_layout(made, "" if has_megatron else "NeMo-RL's DTensor", tables["layout"])
 
 
@@ -221,16 +221,16 @@ def _drop(made: Converted, has_megatron: bool, used: dict[str, Any]) -> None:
         if made.rest.get(other) != used.get(key):
             made.tell_unused({other: made.take(other)}, f"with {_ON}.enabled={str(has_megatron).lower()}")
     starts = (_OFF, "policy.optimizer", "policy.scheduler") if has_megatron else (_ON,)
-    found = {key for key in made.rest if key.startswith(starts)}
-    made.unused |= dict.fromkeys(found & made.given, "of the back end that is off")
-    made.rest = {key: value for key, value in made.rest.items() if key not in found}
+    keys = {key for key in made.rest if key.startswith(starts)}
+    made.unused |= dict.fromkeys(keys & made.given, "of the back end that is off")
+    made.rest = {key: value for key, value in made.rest.items() if key not in keys}
 
 
 def _advantage(made: Converted) -> None:
     take, own = made.take, "grpo.adv_estimator"
     kind, minus_baseline = take(f"{own}.name"), take(f"{own}.minus_baseline")
     keys = "normalize_rewards", "use_leave_one_out_baseline"
-    of_grpo, of_estimator = ({f"{one}.{key}": take(f"{one}.{key}") for key in keys} for one in ("grpo", own))
+    of_grpo, of_estimator = ({f"{prefix}.{key}": take(f"{prefix}.{key}") for key in keys} for prefix in ("grpo", own))
     pairs = zip(of_grpo.values(), of_estimator.values(), strict=True)
     normalizes, leaves_one_out = (general if special is None else special for general, special in pairs)
     if kind == "reinforce_plus_plus" and minus_baseline:

@@ -59,16 +59,16 @@ def _filter(made: Converted) -> None:
     bounds, group = made.take(key), made.overrides.get(our.GROUP)
     if not made.overrides.get(f"{our.SAMPLING}.enabled"):
         return
-    told, text = f"{key}={bounds}", "a group is kept there if its mean score is between, here if its rewards differ"
+    setting, text = f"{key}={bounds}", "a group is kept there if its mean score is between, here if its rewards differ"
     if not (isinstance(bounds, list) and isinstance(group, int)):
-        made.unknown[told] = text
+        made.unknown[setting] = text
         return
     kept = {count: bounds[0] < count / group < bounds[1] for count in range(group + 1)}
     if others := [count for count in kept if kept[count] != (0 < count < group)]:
         means = ", ".join(f"{count / group:g} is {'kept' if kept[count] else 'left out'}" for count in others[:4])
-        made.unknown[told] = f"{text}: of groups with scores of 0 and 1 a mean of {means} there, and not here"
+        made.unknown[setting] = f"{text}: of groups with scores of 0 and 1 a mean of {means} there, and not here"
     else:
-        made.differs.append(f"{told}: {text}: the same for scores of 0 and 1 only")
+        made.differs.append(f"{setting}: {text}: the same for scores of 0 and 1 only")
 
 
 def _cut_off(made: Converted) -> None:

@@ -70,7 +70,7 @@ class _Script:
         }
         self.renamed = {new: old for new, old in names.items() if new is not None}
         used = [ast.unparse(node) for node in self.nodes if isinstance(node, ast.Name | ast.Attribute)]
-        self.family = "RLOO" if {found[1] for one in used if (found := _READ.search(one))} == {"RLOO"} else "GRPO"
+        self.family = "RLOO" if {match[1] for name in used if (match := _READ.search(name))} == {"RLOO"} else "GRPO"
         self.others = self._others()
         self.configs = self._configs()
         self.trainers = {name for name, value in self._bindings() if self._kind(value) == _TRAINER}
@@ -84,23 +84,23 @@ class _Script:
         return bool(self._parsed_classes())
 
     def settings(self) -> Iterator[tuple[str, Any]]:
-        found: dict[str, Any] = {}
+        settings: dict[str, Any] = {}
         yield from self._unread()
         if self.family == "RLOO":
             yield RLOO, True
         if parsed := self._parsed_classes():
-            options = {name for one in parsed if one in self.classes for name in self.fold.fields(one)}
-            own = {name for one in parsed if self._kind_of_class(one) == _CONFIG for name in self.fold.fields(one)}
-            found |= {key: value for key, value in self.flags.items() if key not in options - own}
+            options = {name for kind in parsed if kind in self.classes for name in self.fold.fields(kind)}
+            own = {name for kind in parsed if self._kind_of_class(kind) == _CONFIG for name in self.fold.fields(kind)}
+            settings |= {key: value for key, value in self.flags.items() if key not in options - own}
         calls = [node for node in self.nodes if isinstance(node, ast.Call) and self._kind(node) == _CONFIG]
         for names in parsed_classes(self.nodes) if not calls and not parsed else ():
             yield f"{UNREAD}{', '.join(names)}", f"what the parser fills has no value here: name {_CONFIG} in its call"
         for key, value in self._of_calls(calls):
-            found[key] = value
+            settings[key] = value
         for node in self.nodes:
-            for key, value in self._of_statement(node, found):
-                found[key] = value
-        for key, value in found.items():  # a mapping is a section, as in YAML
+            for key, value in self._of_statement(node, settings):
+                settings[key] = value
+        for key, value in settings.items():  # a mapping is a section, as in YAML
             yield from _leaves(key, self._init(value) if key == "model_init_kwargs" else value)
 
     def _init(self, value: Any) -> Any:
@@ -108,8 +108,8 @@ class _Script:
         node = ast.parse(value, mode="eval").body if isinstance(value, Expression) else None
         if last_name(node) != "dict" or not isinstance(node, ast.Call) or node.args:
             return value
-        own = {f"{one.arg}": one.value for one in node.keywords if not _OF_MODEL.fullmatch(ast.unparse(one.value))}
-        return {name: self.fold.get(one) for name, one in own.items()} or None
+        own = {f"{pair.arg}": pair.value for pair in node.keywords if not _OF_MODEL.fullmatch(ast.unparse(pair.value))}
+        return {name: self.fold.get(argument) for name, argument in own.items()} or None
 
     def _others(self) -> list[str]:
         """Return the classes of TRL's other trainers that the script uses."""
@@ -117,10 +117,10 @@ class _Script:
         of_trl = [alias for node in imports if re.match(r"\w+ trl\b", ast.unparse(node)) for alias in node.names]
         names = {"trl", *(alias.asname or alias.name for alias in of_trl)}
         used = [ast.unparse(node.func) for node in self.nodes if isinstance(node, ast.Call)]
-        used += [ast.unparse(base) for one in self.classes.values() for base in one.bases]
+        used += [ast.unparse(base) for node in self.classes.values() for base in node.bases]
         used += [name for some in parsed_classes(self.nodes) for name in some]
-        found = [self.renamed.get(one, one).rsplit(".", 1)[-1] for one in used if one.partition(".")[0] in names]
-        return [one for one in dict.fromkeys(found) if _OTHER.fullmatch(one) and not one.startswith(self.family)]
+        classes = [self.renamed.get(name, name).rsplit(".", 1)[-1] for name in used if name.partition(".")[0] in names]
+        return [name for name in dict.fromkeys(classes) if _OTHER.fullmatch(name) and not name.startswith(self.family)]
 
     def _of_classes(self) -> Iterator[tuple[str, Any]]:
         """Yield what is unread because of its class; raises ConfigError if the file trains with other classes only."""
@@ -143,10 +143,10 @@ class _Script:
                 yield f"{UNREAD}{text}", "all weights are trained here; it may freeze some"
             if isinstance(node, ast.Call) and pretrained(node) and "Classification" not in ast.unparse(node.func):
                 yield from (
-                    (_WEIGHTS[one.arg], self.fold.get(one.value)) for one in node.keywords if one.arg in _WEIGHTS
+                    (_WEIGHTS[pair.arg], self.fold.get(pair.value)) for pair in node.keywords if pair.arg in _WEIGHTS
                 )
         for name, own in self.classes.items():
-            methods = [one.name for one in own.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
+            methods = [member.name for member in own.body if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef)]
             if self._kind_of_class(name) and methods:
                 yield (
                     f"{UNREAD}class {name}",
@@ -154,18 +154,18 @@ class _Script:
                 )
         for node in self.nodes:
             if isinstance(node, ast.Call) and last_name(node) == "ModelConfig":
-                yield from ((one.arg, self.fold.get(one.value)) for one in node.keywords if one.arg == "use_peft")
+                yield from ((pair.arg, self.fold.get(pair.value)) for pair in node.keywords if pair.arg == "use_peft")
             asked = str(self.flags.get("reward_funcs", _OVERLONG))  # of a registry, those of the command line
             if isinstance(node, ast.Call) and last_name(node) == _OVERLONG and _OVERLONG in asked:
-                given = zip(("max_completion_len", "soft_punish_cache"), node.args, strict=False)
-                named = dict(given) | {one.arg: one.value for one in node.keywords}
-                yield _OVERLONG, [self.fold.get(one) for _, one in sorted(named.items())]
+                pairs = zip(("max_completion_len", "soft_punish_cache"), node.args, strict=False)
+                named = dict(pairs) | {keyword.arg: keyword.value for keyword in node.keywords}
+                yield _OVERLONG, [self.fold.get(argument) for _, argument in sorted(named.items())]
 
     def _peft(self) -> Iterator[tuple[str, Any]]:
         """Yield what trains some weights only: a LoraConfig counts if it is used, but not if it is only printed."""
         uses = [node for node in self.nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
-        parents = [(node.id, one) for node in uses if not isinstance(one := self.parents[id(node)], ast.FormattedValue)]
-        used = {name for name, one in parents if not re.match(rf"{name}\.|print\(", ast.unparse(one))}
+        parents = [(node.id, use) for node in uses if not isinstance(use := self.parents[id(node)], ast.FormattedValue)]
+        used = {name for name, use in parents if not re.match(rf"{name}\.|print\(", ast.unparse(use))}
         idle = {id(value) for name, value in self._bindings() if name not in used}
         for node in self.nodes:
             if isinstance(node, ast.Call) and last_name(node).endswith("get_peft_model"):
@@ -197,24 +197,24 @@ class _Script:
 
     def _parsed_classes(self) -> list[str]:
         """Return the classes that a parser of the file fills from the command line, if one of them is a GRPOConfig."""
-        found = parsed_classes(self.nodes)
-        return next((names for names in found if any(self._kind_of_class(name) == _CONFIG for name in names)), [])
+        parsers = parsed_classes(self.nodes)
+        return next((names for names in parsers if any(self._kind_of_class(name) == _CONFIG for name in names)), [])
 
     def _configs(self) -> set[str]:
         """Return the names that are bound to a configuration."""
         parsed = self._parsed_classes()
-        found = {name for name, value in self._bindings() if self._kind(value) == _CONFIG}
+        bound = {name for name, value in self._bindings() if self._kind(value) == _CONFIG}
         for names, value in bound_names(self.nodes):
             if is_parsing(value):
                 pairs = zip(names, parsed, strict=False)
-                found |= {name for name, kind in pairs if self._kind_of_class(kind) == _CONFIG}
+                bound |= {name for name, kind in pairs if self._kind_of_class(kind) == _CONFIG}
         size = -1
-        while size != len(found):
-            size = len(found)
-            found |= {
-                name for name, value in self._bindings() if ast.unparse(value) in found or self._replaced(value, found)
+        while size != len(bound):
+            size = len(bound)
+            bound |= {
+                name for name, value in self._bindings() if ast.unparse(value) in bound or self._replaced(value, bound)
             }
-        return found
+        return bound
 
     def _replaced(self, node: ast.expr, configs: set[str]) -> bool:
         """Return whether an expression is a copy of a configuration."""
@@ -232,17 +232,17 @@ class _Script:
         for call in calls:
             own = self.classes.get(last_name(call))
             each.append({**(self.fold.fields(own.name) if own else {}), **dict(self._arguments(call, _CONFIG))})
-        if not calls and (parsed := [one for one in self._parsed_classes() if self._kind_of_class(one) == _CONFIG]):
+        if not calls and (parsed := [name for name in self._parsed_classes() if self._kind_of_class(name) == _CONFIG]):
             fields = self.fold.fields(parsed[0]) if parsed[0] in self.classes else {}
             each = [{key: self.flags.get(key, value) for key, value in fields.items()}]
-        for key in dict.fromkeys(key for one in each for key in one):
-            values = [one.get(key, Expression("the default")) for one in each]
+        for key in dict.fromkeys(key for settings in each for key in settings):
+            values = [settings.get(key, Expression("the default")) for settings in each]
             same = all(type(value) is type(values[0]) and value == values[0] for value in values)
             yield key, values[0] if same else Expression(" or ".join(map(str, values)))
 
     def _arguments(self, call: ast.Call, kind: str) -> Iterator[tuple[str, Any]]:
         named = list(zip(_POSITIONS[kind], call.args, strict=False))
-        if len(call.args) > len(named) or any(isinstance(one, ast.Starred) for one in call.args):
+        if len(call.args) > len(named) or any(isinstance(argument, ast.Starred) for argument in call.args):
             yield f"{UNREAD}{ast.unparse(call.func)}(...)", "it has arguments without a name: name them"
         for key, node in [*named, *((keyword.arg, keyword.value) for keyword in call.keywords)]:
             if key == "args" and kind == _TRAINER:
@@ -260,14 +260,14 @@ class _Script:
             else:
                 yield f"{UNREAD}**{value}", "the settings of this mapping have no value here"
 
-    def _of_statement(self, node: ast.AST, found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        """Yield what a statement sets after the constructor; `found` has what is set before it."""
+    def _of_statement(self, node: ast.AST, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """Yield what a statement sets after the constructor; `settings` has what is set before it."""
         if isinstance(node, ast.Call) and self._kind(node) == _TRAINER:
             yield from self._arguments(node, _TRAINER)
             return
-        changes = self._of_call(node) if isinstance(node, ast.Call) else self._of_assignment(node, found)
+        changes = self._of_call(node) if isinstance(node, ast.Call) else self._of_assignment(node, settings)
         for key, value in changes:
-            before = found.get(key, "the default")
+            before = settings.get(key, "the default")
             is_late = getattr(node, "lineno", 0) > self.made.get(id(self._scope(node)), math.inf)
             known = key.startswith(UNREAD) or (self._is_certain(node) and not is_late) or value == before
             late = " (set after the trainer was made, which copied it)" if is_late else ""
@@ -297,7 +297,7 @@ class _Script:
         base = ast.unparse(target.value)
         return base in self.configs or (target.attr in _settings_of_trl() and base.partition(".")[0] != "self")
 
-    def _of_assignment(self, node: ast.AST, found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    def _of_assignment(self, node: ast.AST, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         for target in targets:
             if isinstance(target, ast.Subscript) and self._is_dictionary(target.value):
@@ -307,7 +307,7 @@ class _Script:
             if not isinstance(target, ast.Attribute) or not self._is_setting(target):
                 continue
             if isinstance(node, ast.AugAssign):
-                before = found.get(target.attr, Expression("the default"))
+                before = settings.get(target.attr, Expression("the default"))
                 yield target.attr, self._combined(before, node.op, node.value)
             elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
                 yield target.attr, self.fold.get(node.value)
@@ -315,7 +315,7 @@ class _Script:
                 yield target.attr, Expression(ast.unparse(target))
 
     def _of_call(self, node: ast.Call) -> Iterator[tuple[str, Any]]:
-        used = {ast.unparse(one) for one in ast.walk(node) if isinstance(one, ast.expr)}
+        used = {ast.unparse(part) for part in ast.walk(node) if isinstance(part, ast.expr)}
         match node:
             case ast.Call(ast.Name("setattr"), [base, name, value]) if ast.unparse(base) in self.configs:
                 key = self.fold.get(name)
@@ -326,8 +326,8 @@ class _Script:
             case ast.Call(ast.Name("setattr"), [base, *_]) if self._kind_of_class(ast.unparse(base)) == _TRAINER:
                 yield f"{UNREAD}{ast.unparse(node)}", "this attribute of the trainer may change the algorithm"
             case ast.Call() if self._replaced(node, self.configs):
-                for one in node.keywords:
-                    yield one.arg or f"{UNREAD}**{ast.unparse(one.value)}", self.fold.get(one.value)
+                for keyword in node.keywords:
+                    yield keyword.arg or f"{UNREAD}**{ast.unparse(keyword.value)}", self.fold.get(keyword.value)
             case ast.Call(ast.Attribute(_, name)) if (
                 name.startswith("set_") or name == "update"
             ) and used & self.configs:
@@ -351,8 +351,8 @@ class _Script:
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict) and value:
-        for name, one in value.items():
-            yield from _leaves(f"{key}.{name}", one)
+        for name, item in value.items():
+            yield from _leaves(f"{key}.{name}", item)
     else:
         yield key, value
 

@@ -49,29 +49,29 @@ _ENTRIES = "scripts/grpo.py", "scripts/grpo_vlm.py", "trl/scripts/rloo.py"  # TR
 _RECOMPUTE = re.compile(r"(enable_gradient|\bgradient|policy\.\w+\.activation)_checkpointing(_enable)?$")
 
 
-def convert(trainer: str, given: Mapping[str, Any]) -> Converted:
+def convert(trainer: str, settings: Mapping[str, Any]) -> Converted:
     """Convert another trainer's settings into overrides of this project.
 
     Args:
         trainer: the other trainer, such as `nemo_rl`: the name of its table.
-        given: {dotted key: value} of that trainer's configuration.
+        settings: {dotted key: value} of that trainer's configuration.
     """
     tables = table(trainer)
-    named = {tables["aliases"].get(key, key): _plain(value) for key, value in given.items() if key != ENTRY}
+    named = {tables["aliases"].get(key, key): _plain(value) for key, value in settings.items() if key != ENTRY}
     for key, value in named.items():
         if not _fits(value, usual := tables["defaults"].get(key)):
             named[key] = Absent(f"is {value!r}; expected a value such as the default, {usual!r}")
     rest = {**defaults(trainer, named), **named}
-    program, why = entry(trainer, given.get(ENTRY, []))
-    unread = _unread(rest, trainer) | ({program: why} if why else {})
+    program, reason = entry(trainer, settings.get(ENTRY, []))
+    unread = _unread(rest, trainer) | ({program: reason} if reason else {})
     made = Converted(rest=dict(rest), unknown=unread, given=frozenset(named), entry=program, usual=tables["defaults"])
     _ask_unknown(made, tables)
     _switch_off(made, named, tables)
     own = named.keys() | {key for key, value in rest.items() if value != tables["defaults"].get(key)}
     own |= rest.keys() - made.rest.keys()
-    _ask_older(made, [key for key in given if key in tables.get("gone", ())], own, tables)
-    for theirs, ours in tables["keys"].items():
-        if theirs in made.rest and _is_usable(theirs, ours, value := made.take(theirs), made):
+    _ask_older(made, [key for key in settings if key in tables.get("gone", ())], own, tables)
+    for key, ours in tables["keys"].items():
+        if key in made.rest and _is_usable(key, ours, value := made.take(key), made):
             made.overrides.setdefault(ours, value)
     RULES[trainer](made)
     _tell(made, rest, tables)
@@ -83,7 +83,7 @@ def convert(trainer: str, given: Mapping[str, Any]) -> Converted:
     for ours in sorted(_DECIDE - made.overrides.keys() - made.unknown.keys()):
         made.unknown[ours] = "it follows from a setting that has no value here"
     if our.MODEL not in made.overrides:
-        key = next(theirs for theirs, ours in tables["keys"].items() if ours == our.MODEL)
+        key = next(key for key, ours in tables["keys"].items() if ours == our.MODEL)
         made.unknown.setdefault(our.MODEL, f"the file has no model ({key})")
     made.overrides = {key: value for key, value in made.overrides.items() if key not in made.unknown}
     _sort_rest(made, named, trainer)
@@ -91,16 +91,16 @@ def convert(trainer: str, given: Mapping[str, Any]) -> Converted:
     if "run_dir" not in made.overrides | made.unknown:
         made.notes.append("run_dir=DIR names the folder of the run; without it, the folder is runs/laptop")
     made.notes.append("cluster=h100_4x8 is for GPUs; without a GPU take cluster=laptop")
-    _name_as_given(made, {tables["aliases"][key]: key for key in given if key in tables["aliases"]})
+    _name_as_given(made, {tables["aliases"][key]: key for key in settings if key in tables["aliases"]})
     return made
 
 
 def _ask_unknown(made: Converted, tables: Mapping[str, Any]) -> None:
     """Take the settings without a value, and leave what they decide to the user."""
-    for theirs, ours in (tables["derived"] | tables["keys"]).items():
-        if isinstance(made.rest.get(theirs), Expression):
+    for key, ours in (tables["derived"] | tables["keys"]).items():
+        if isinstance(made.rest.get(key), Expression):
             earlier = f"{made.unknown[ours]}; " if ours in made.unknown else ""
-            made.unknown[ours] = f"{earlier}{_without_value(theirs, made.take(theirs))}"
+            made.unknown[ours] = f"{earlier}{_without_value(key, made.take(key))}"
 
 
 def _ask_older(made: Converted, older: list[str], own: Container[str], tables: Mapping[str, Any]) -> None:
@@ -123,10 +123,10 @@ def _ask_older(made: Converted, older: list[str], own: Container[str], tables: M
 def _tell(made: Converted, settings: Mapping[str, Any], tables: Mapping[str, Any]) -> None:
     """Tell what the table has for the values of these settings, which are the other trainer's, and for those here."""
     values = {**settings, **made.overrides, **made.unknown}
-    for part, told in (("told", made.differs), ("noted", made.notes)):
+    for part, sentences in (("told", made.differs), ("noted", made.notes)):
         for conditions, text in tables.get(part, []):
             if all(_holds(values.get(key), wanted) for key, wanted in conditions.items()):
-                told.append(_SETTING.sub(lambda found: str(values[found[1]]), text))
+                sentences.append(_SETTING.sub(lambda match: str(values[match[1]]), text))
                 made.rest = {key: value for key, value in made.rest.items() if f"{{{key}}}" not in text}
 
 
@@ -141,10 +141,10 @@ def _holds(value: Any, wanted: Any) -> bool:
 def _unread(rest: dict[str, Any], trainer: str) -> dict[str, str]:
     """Take what was not read out of the settings; return {its name: what the user should do}."""
     script = rest.pop(SCRIPT, None)
-    found = {key.removeprefix(UNREAD): rest.pop(key) for key in [one for one in rest if one.startswith(UNREAD)]}
+    unread = {key.removeprefix(UNREAD): rest.pop(key) for key in [key for key in rest if key.startswith(UNREAD)]}
     if script is not None and trainer == "trl" and not str(script).endswith(_ENTRIES):
-        found[str(script)] = "this file is missing, and what it sets was not read: put it beside the script"
-    return found
+        unread[str(script)] = "this file is missing, and what it sets was not read: put it beside the script"
+    return unread
 
 
 def _fits(value: Any, default: Any) -> bool:
@@ -162,18 +162,18 @@ def _plain(value: Any) -> Any:
     return Expression(value) if unclear else value
 
 
-def _is_usable(theirs: str, ours: str, value: Any, made: Converted) -> bool:
+def _is_usable(key: str, ours: str, value: Any, made: Converted) -> bool:
     if ours in _PERIODS | {our.STEPS} and isinstance(value, int | float) and value < 1:
-        default = "" if theirs in made.given else " (the default)"
-        means = f"{theirs}={value}{default} means never; here {our.keeps(ours)}"
+        default = "" if key in made.given else " (the default)"
+        means = f"{key}={value}{default} means never; here {our.keeps(ours)}"
         if value > 0 and our.STEPS in made.overrides:
             made.overrides[ours] = math.ceil(value * made.overrides[our.STEPS])
         elif value > 0:
-            made.unknown[ours] = f"{theirs}={value} is a share of all steps"
+            made.unknown[ours] = f"{key}={value} is a share of all steps"
         else:
             made.notes += [means] if ours != our.STEPS else []  # the epochs decide
         return False
-    if theirs == "grpo.max_num_steps" and value is not None and value >= _NO_LIMIT:
+    if key == "grpo.max_num_steps" and value is not None and value >= _NO_LIMIT:
         return False  # the epochs end the run
     return value not in (None, "") or ours in _NULLABLE
 
@@ -187,14 +187,14 @@ def _switch_off(made: Converted, named: Mapping[str, Any], tables: Mapping[str, 
         if values and not isinstance(value, Expression):
             is_off = (str(value) in values.split("|")) == (equals == "!=")
         if is_off:
-            found = {key: made.take(key) for key in list(made.rest) if _matches(key, patterns)}
-            made.tell_unused(found, f"with {switch}={value}" if values else f"without {switch}")
+            unused = {key: made.take(key) for key in list(made.rest) if _matches(key, patterns)}
+            made.tell_unused(unused, f"with {switch}={value}" if values else f"without {switch}")
 
 
 def _matches(key: str, patterns: Iterable[str]) -> bool:
     """Return whether a pattern is the last part of a key, or stands for the whole key."""
     last = key.rsplit(".", 1)[-1]
-    return any(one in (key, last) or ("*" in one and fnmatchcase(key, one)) for one in patterns)
+    return any(pattern in (key, last) or ("*" in pattern and fnmatchcase(key, pattern)) for pattern in patterns)
 
 
 def _sort_rest(made: Converted, named: Mapping[str, Any], trainer: str) -> None:
@@ -222,14 +222,14 @@ def _sort_rest(made: Converted, named: Mapping[str, Any], trainer: str) -> None:
 
 def _sort_by_patterns(made: Converted, key: str, value: Any, trainer: str) -> None:
     tables = table(trainer)
-    if why := next((why for why, patterns in tables["unused"].items() if _matches(key, patterns)), None):
-        made.unused[key] = why
+    if reason := next((reason for reason, patterns in tables["unused"].items() if _matches(key, patterns)), None):
+        made.unused[key] = reason
     elif (mistake := _mistake(key, trainer)) is not None:
         made.misspelt[f"{key}={str(value)[:60]}"] = mistake
-    elif found := next(
-        (one for one in (tables["decides"] | tables["differs"]).items() if fnmatchcase(key, one[0])), None
+    elif row := next(
+        (row for row in (tables["decides"] | tables["differs"]).items() if fnmatchcase(key, row[0])), None
     ):
-        _sort_one(made, key, value, found[1], decides=found[0] in tables["decides"])
+        _sort_one(made, key, value, row[1], decides=row[0] in tables["decides"])
     elif "." not in key and trainer in ("verl", "nemo_rl"):
         made.unused[key] = "of another command"
     elif value is not None:
@@ -239,15 +239,15 @@ def _sort_by_patterns(made: Converted, key: str, value: Any, trainer: str) -> No
 def _sort_one(made: Converted, key: str, value: Any, meaning: list[Any], decides: bool) -> None:
     """Sort a setting by the table: `meaning` has the values that mean the same here, and what another one means."""
     *same, text = meaning
-    told = f"{key}={str(value)[:60]}"
+    setting = f"{key}={str(value)[:60]}"
     if isinstance(value, Expression):
         made.unknown[key] = f"{_without_value(key, value)}; {f'unless it is {same[0]}: ' if same else ''}{text}"
     elif value in same and key in made.given:
         made.unused[key] = SAME
     elif value not in same and decides:
-        made.unknown[told] = text
+        made.unknown[setting] = text
     elif value not in same:
-        made.differs.append(f"{told}{'' if key in made.given else ' (the default)'}: {text}")
+        made.differs.append(f"{setting}{'' if key in made.given else ' (the default)'}: {text}")
 
 
 def _name_as_given(made: Converted, older: Mapping[str, str]) -> None:
@@ -257,9 +257,9 @@ def _name_as_given(made: Converted, older: Mapping[str, str]) -> None:
     words = re.compile(rf"(?<![\w.])({'|'.join(map(re.escape, older))})(?!\.?\w)")
 
     def told(text: str) -> str:
-        return words.sub(lambda found: older[found[0]], text)
+        return words.sub(lambda match: older[match[0]], text)
 
-    made.unknown = {told(key): told(why) for key, why in made.unknown.items()}
+    made.unknown = {told(key): told(reason) for key, reason in made.unknown.items()}
     made.left = {told(key): value for key, value in made.left.items()}
     made.differs, made.notes = ([told(text) for text in texts] for texts in (made.differs, made.notes))
 
@@ -292,20 +292,20 @@ def _mistake(key: str, trainer: str) -> str | None:
             return None
         if part not in names:
             ours, keys = meant(key), table(trainer)["keys"] | table(trainer)["derived"]
-            near = [theirs for theirs, one in keys.items() if one == ours and key.endswith(part)]
+            near = [other for other, override in keys.items() if override == ours and key.endswith(part)]
             near = near or get_close_matches(part, sorted(names), 1, cutoff=0.8)
             return f"did you mean {near[0]}?" if near else "no such setting"
     if "." not in key or key in [*_deciding(trainer), *table(trainer)["defaults"]]:
         return None
     section, *_, name = key.split(".")  # a name that decides, in another place of its section: policy.lr
-    near = [one for one in _deciding(trainer) if one.startswith(f"{section}.") and one.endswith(f".{name}")]
+    near = [other for other in _deciding(trainer) if other.startswith(f"{section}.") and other.endswith(f".{name}")]
     return f"did you mean {near[0]}?" if near else None
 
 
 @functools.cache
 def _deciding(trainer: str) -> list[str]:
     """Return the other trainer's keys that set what decides the algorithm."""
-    return [theirs for theirs, ours in (table(trainer)["keys"] | table(trainer)["derived"]).items() if ours in _DECIDE]
+    return [key for key, ours in (table(trainer)["keys"] | table(trainer)["derived"]).items() if ours in _DECIDE]
 
 
 def _devices(made: Converted) -> None:
@@ -313,7 +313,7 @@ def _devices(made: Converted) -> None:
     nodes, devices, tensor_parallel = "trainer.num_nodes", "trainer.devices", "rollout.tensor_parallel_size"
     overrides = made.overrides
     if asked := [made.unknown[key] for key in (nodes, devices, tensor_parallel) if key in made.unknown]:
-        if not (any(why.endswith(NO_DEFAULT) for why in asked) or "rollout.engines" in overrides):
+        if not (any(reason.endswith(NO_DEFAULT) for reason in asked) or "rollout.engines" in overrides):
             made.unknown.setdefault("rollout.engines", f"{nodes} * {devices} / {tensor_parallel} of them fit the GPUs")
         return
     if devices in overrides:
@@ -327,11 +327,11 @@ def _devices(made: Converted) -> None:
     sizes = overrides.get(nodes, 4), overrides.get(devices, 8), overrides.get(tensor_parallel, 1)  # 4 x 8: the cluster
     if all(isinstance(size, int) and size > 0 for size in sizes):
         most = max(1, sizes[0] * sizes[1] // sizes[2])
-        given = overrides.setdefault("rollout.engines", most)
-        if isinstance(given, int) and given > most:
+        engines = overrides.setdefault("rollout.engines", most)
+        if isinstance(engines, int) and engines > most:
             overrides["rollout.engines"] = most
             made.notes.append(
-                f"rollout.engines={most} in place of {given}, which have GPUs of their own there: engines and trainer"
+                f"rollout.engines={most} in place of {engines}, which have GPUs of their own there: engines and trainer"
                 " share them here; cluster=h100_4x8_split parts them"
             )
 
@@ -341,9 +341,9 @@ def _refused(made: Converted) -> None:
     key = f"{our.SCHED}.warmup_steps"
     steps, warmup = made.overrides.get(our.STEPS), made.overrides.get(key)
     if isinstance(steps, int | float) and isinstance(warmup, int) and warmup > steps and our.STEPS not in made.unknown:
-        why = f"the run there ends after {steps:g} steps, within its warm-up of {warmup}"
+        reason = f"the run there ends after {steps:g} steps, within its warm-up of {warmup}"
         made.unknown.setdefault(
-            key, f"{why}; a run here is at least as long as its warm-up: set this, or more {our.STEPS}"
+            key, f"{reason}; a run here is at least as long as its warm-up: set this, or more {our.STEPS}"
         )
     model = str(made.overrides.get(our.MODEL))
     if _PLACEHOLDER.search(model):
@@ -364,14 +364,14 @@ def _refused(made: Converted) -> None:
 
 def _scale_clip(made: Converted, tables: Mapping[str, Any]) -> None:
     """Set the clipping of a gradient whose loss the other trainer divides by another number of tokens."""
-    key = next(theirs for theirs, ours in (tables["keys"] | tables["derived"]).items() if ours == our.CLIP)
+    key = next(key for key, ours in (tables["keys"] | tables["derived"]).items() if ours == our.CLIP)
     context, clip, (name, tokens) = made.overrides.get(our.CONTEXT), made.overrides.get(our.CLIP), made.divisor
     if not name or not clip or our.CLIP in made.unknown:
         return
     number = tokens or "what divides a response there"
     text = f"{key}={clip} * {number} / {our.CONTEXT}: the loss, with its KL term, is divided by {name} there, by"
     text += " the context here; Adam hides the factor, but the clipping does not"
-    if all(isinstance(one, int | float) for one in (clip, tokens, context)):
+    if all(isinstance(value, int | float) for value in (clip, tokens, context)):
         made.overrides[our.CLIP] = float(f"{clip * tokens / context:.6g}")
         made.notes.append(f"{our.CLIP}={made.overrides[our.CLIP]:g} is {text}")
     else:

@@ -81,12 +81,12 @@ def nemo_rl_schedule(made: Converted, has_megatron: bool, min_lr: Any) -> None:
     _set_warmup(made, "lr_warmup_iters", steps, begins=(init or 0.0) / (made.overrides.get(our.LR) or 1.0))
 
 
-def _set_of_torch(made: Converted, given: list[Any]) -> None:
+def _set_of_torch(made: Converted, schedulers: list[Any]) -> None:
     """Set the schedule of a list of torch's schedulers: {name, kwargs} of each, and the milestones between them."""
-    if "${" in str(given):
-        made.unknown[f"{our.SCHED}.name"] = f"policy.scheduler={given} has no value here"
+    if "${" in str(schedulers):
+        made.unknown[f"{our.SCHED}.name"] = f"policy.scheduler={schedulers} has no value here"
         return
-    parts = [(str(one["name"]).rsplit(".", 1)[-1], one.get("kwargs") or {}) for one in given if "name" in one]
+    parts = [(str(part["name"]).rsplit(".", 1)[-1], part.get("kwargs") or {}) for part in schedulers if "name" in part]
     rise = None
     if parts and parts[0][0] == "LinearLR" and parts[0][1].get("end_factor", 1) == 1:
         (_, rise), *parts = parts
@@ -112,8 +112,8 @@ def _options(made: Converted, key: str) -> dict[str, Any]:
     """Return the mapping at a key, which a file has as a whole or as one setting per key of the mapping."""
     whole = made.take(key) or {}
     options = dict(whole) if isinstance(whole, dict) else {"": whole}
-    below = [one for one in made.rest if one.startswith(f"{key}.")]
-    return options | {one.removeprefix(f"{key}."): made.take(one) for one in below}
+    below = [name for name in made.rest if name.startswith(f"{key}.")]
+    return options | {name.removeprefix(f"{key}."): made.take(name) for name in below}
 
 
 def _set_course(

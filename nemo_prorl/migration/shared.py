@@ -8,11 +8,11 @@ from nemo_prorl.migration import our
 from nemo_prorl.migration.converted import SAME, Converted
 
 
-def set_updates(made: Converted, responses_per_update: Any, what: str, is_mixed: bool = False) -> None:
+def set_updates(made: Converted, responses_per_update: Any, key: str, is_mixed: bool = False) -> None:
     """Set updates_per_step to the responses of a step divided by `responses_per_update`, if all are known.
 
     Args:
-        what: the other trainer's key for this number, which a message names.
+        key: the other trainer's key for this number, which a message names.
         is_mixed: whether the other trainer shuffles the responses of a step over its updates.
     """
     prompts, group = made.overrides.get(our.PROMPTS), made.overrides.get(our.GROUP)
@@ -21,13 +21,13 @@ def set_updates(made: Converted, responses_per_update: Any, what: str, is_mixed:
     updates, rest = divmod(prompts * group, responses_per_update)
     if rest or not updates or prompts % updates:
         made.unknown[our.UPDATES] = (
-            f"{what}: the {prompts * group} responses of a step do not make whole updates of {responses_per_update}"
+            f"{key}: the {prompts * group} responses of a step do not make whole updates of {responses_per_update}"
             " with whole groups"
         )
     else:
         made.overrides[our.UPDATES] = updates
         if is_mixed and updates > 1:
-            made.notes.append(f"{what}: an update takes responses of all groups of the step there, whole groups here")
+            made.notes.append(f"{key}: an update takes responses of all groups of the step there, whole groups here")
 
 
 def set_clip(made: Converted, low: Any, high: Any) -> None:
@@ -104,25 +104,25 @@ def set_validation(made: Converted, samples: Any, temperature: Any, top_p: Any, 
     values = {"samples": samples, "temperature": temperature, "top_p": top_p}
     known = {f"{our.GRPO}.validation_{key}": value for key, value in values.items() if isinstance(value, int | float)}
     made.overrides = known | made.overrides
-    told = ", ".join(f"{key}={made.overrides[key]:g}" for key in known if key not in made.unknown)
-    told += "" if most in (None, -1) else f"; of at most {most} prompts there: `prorl data prepare --size`"
-    made.notes.append(f"validations sample as the evaluations there: {told}")
+    text = ", ".join(f"{key}={made.overrides[key]:g}" for key in known if key not in made.unknown)
+    text += "" if most in (None, -1) else f"; of at most {most} prompts there: `prorl data prepare --size`"
+    made.notes.append(f"validations sample as the evaluations there: {text}")
 
 
-def tell_layout(made: Converted, what: str, patterns: Iterable[str]) -> None:
+def tell_layout(made: Converted, tool: str, patterns: Iterable[str]) -> None:
     """Tell that the sizes which decide how a model lies on the GPUs must be chosen here.
 
     Args:
-        what: shards the weights there; empty if the file has sizes of Megatron, which are those here.
+        tool: what shards the weights there; empty if the file has sizes of Megatron, which are those here.
         patterns: of keys whose sizes have no counterpart; values that switch something off need none.
     """
     keys = [key for key in made.rest if any(fnmatchcase(key, pattern) for pattern in patterns)]
-    found = {key: value for key in keys if (value := made.take(key)) is True or value not in (False, None, 1, -1)}
-    made.unused |= dict.fromkeys((key for key in keys if key not in found and key in made.given), SAME)
-    used = ", ".join(f"{key}={value}" for key, value in found.items())
-    if used or what:
+    sizes = {key: value for key in keys if (value := made.take(key)) is True or value not in (False, None, 1, -1)}
+    made.unused |= dict.fromkeys((key for key in keys if key not in sizes and key in made.given), SAME)
+    used = ", ".join(f"{key}={value}" for key, value in sizes.items())
+    if used or tool:
         made.notes.append(
-            f"layout{f' ({used})' if used else ''}: {f'{what} shards the weights over the GPUs; ' if what else ''}here"
+            f"layout{f' ({used})' if used else ''}: {f'{tool} shards the weights over the GPUs; ' if tool else ''}here"
             " only the optimizer is sharded by itself, nothing is offloaded, and a sequence lies on the GPUs of one"
             " tensor-parallel group: choose model.tensor_model_parallel_size, model.pipeline_model_parallel_size,"
             " rollout.tensor_parallel_size and rollout.engines so that the memory of `prorl plan` fits"
@@ -142,7 +142,7 @@ def set_draws(made: Converted, factor: float) -> None:
 def set_overlong(made: Converted, key: str, tokens: Any, penalty: Any, most: Any) -> None:
     """Set DAPO's penalty, which begins `tokens` before `most`, the value of `key`, there, and has no bound."""
     shaping, context = f"{our.GRPO}.shaping.overlong_", made.overrides.get(our.CONTEXT)
-    longest = min((one for one in (context, made.overrides.get(our.RESPONSE)) if isinstance(one, int)), default=None)
+    longest = min((size for size in (context, made.overrides.get(our.RESPONSE)) if isinstance(size, int)), default=None)
     if longest and tokens and penalty is not None and most not in (None, longest):
         begin = most - tokens
         tokens, penalty = max(0, longest - begin), penalty * max(0, longest - begin) / tokens
@@ -171,13 +171,13 @@ def tell_data(made: Converted, patterns: Iterable[str], most: str | None = None,
         option: of `prorl data prepare`, which takes as many.
     """
     keys = [key for pattern in patterns for key in list(made.rest) if fnmatchcase(key, pattern)]
-    found = ", ".join(f"{key}={value}" for key in keys if (value := made.take(key)) is not None)
+    used = ", ".join(f"{key}={value}" for key in keys if (value := made.take(key)) is not None)
     limit = made.take(most) if most is not None else None
     if limit is not None and (isinstance(limit, str) or limit > 0):
         made.most = f"{most}={limit if isinstance(limit, str) else int(limit)}"
         made.notes.append(f"{made.most}: give `prorl data prepare` {option} {made.most.partition('=')[2]}")
     made.notes.append(
-        f"data{f' ({found})' if found else ''}: make prompt records with `prorl data prepare math --from FILE --out"
+        f"data{f' ({used})' if used else ''}: make prompt records with `prorl data prepare math --from FILE --out"
         " DIR` (with `--task TASK` for a reward function of your own), then set data.train and data.validation; without"
         " data.train=[...] cluster=h100_4x8 looks for the paper's ten files in data.folder, and cluster=laptop trains"
         " on its puzzles"

@@ -92,8 +92,8 @@ class _Branch(NamedTuple):
 def _outcome(words: list[str]) -> bool | None:
     """Return the outcome of a condition such as `[[ a == b ]]`; None if it does not follow from the script."""
     if words[:1] == ["!"]:
-        found = _outcome(words[1:])
-        return None if found is None else not found
+        outcome = _outcome(words[1:])
+        return None if outcome is None else not outcome
     if any(UNKNOWN in word for word in words):
         return None
     if words in (["true"], ["false"]):
@@ -144,12 +144,12 @@ class Script:
             marks = [] if line.lstrip().startswith("#") or "<<<" in line else list(_HEREDOC.finditer(line))
             for quoted, name in [(mark[1] != "", mark[2]) for mark in marks]:
                 line = _HEREDOC.sub(f" <<{len(self._documents)} ", line, count=1)
-                found = []
-                for one in lines:
-                    if one.strip() == name:
+                body = []
+                for following in lines:
+                    if following.strip() == name:
                         break
-                    found.append(one)
-                self._documents.append(("\n".join(found) + "\n", not quoted))
+                    body.append(following)
+                self._documents.append(("\n".join(body) + "\n", not quoted))
             kept.append(line)
         return "\n".join(kept) + "\n"
 
@@ -202,8 +202,8 @@ class Script:
             yield from self._of_lines(_lines(document))
         elif program == "trl" and words[1:2] not in (["grpo"], ["rloo"]):
             yield Command(None, [], [], entry=" ".join(words[:2]))
-        elif words and program not in _OTHERS and (found := _command([*words, *self._arguments], document)) is not None:
-            yield found
+        elif words and program not in _OTHERS and (call := _command([*words, *self._arguments], document)) is not None:
+            yield call
 
     def _redirected(self, words: list[str]) -> tuple[list[str], str | None]:
         """Return the words before the first redirection, and the here-document; keep what is written to a file."""
@@ -254,13 +254,13 @@ def _of_cases(parts: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     subjects, is_pattern = list[str](), False
     for joined, part in parts:
         is_pattern |= joined == ";;" and bool(subjects)
-        while found := _CASE.match(part) or (is_pattern and _PATTERN.match(part)):
-            is_pattern, part = found.re is _CASE, part[found.end() :]
+        while match := _CASE.match(part) or (is_pattern and _PATTERN.match(part)):
+            is_pattern, part = match.re is _CASE, part[match.end() :]
             if is_pattern:
-                subjects.append(found[1])
+                subjects.append(match[1])
                 yield joined, "if false"
             else:
-                yield "\n", f"elif case {subjects[-1]} in {found[1].replace('|', ' ')}"
+                yield "\n", f"elif case {subjects[-1]} in {match[1].replace('|', ' ')}"
             joined = "\n"
         if subjects and re.match(r"\s*esac\b", part):
             is_pattern, part = False, f"fi{part.split('esac', 1)[1]}"
@@ -275,8 +275,8 @@ def _parts(text: str) -> Iterator[tuple[str, str]]:
     """
     separator, part, open_brackets, at = "", "", list[str](), 0
     while at < len(text):
-        found = _TOKEN.match(text, at)
-        token = found[0] if found else text[at]
+        match = _TOKEN.match(text, at)
+        token = match[0] if match else text[at]
         at += len(token)
         if token == "#" and not open_brackets and (not part or part[-1].isspace()):
             at = text.index("\n", at)
@@ -351,16 +351,16 @@ def _commands(text: str, known: dict[str, str], arrays: dict[str, list[str]], is
 
 def _doubtful(words: list[str]) -> list[str]:
     """Return the words of a branch, with values that count as unknown."""
-    found = []
+    marked = []
     for word, following in zip(words, [*words[1:], "--"], strict=True):
         name, equals, value = word.partition("=")
         if equals:
-            found.append(f"{name}={UNKNOWN}{value}")
+            marked.append(f"{name}={UNKNOWN}{value}")
         elif word.startswith("--"):
-            found.append(f"{word}={UNKNOWN}true" if following.startswith("--") else word)
+            marked.append(f"{word}={UNKNOWN}true" if following.startswith("--") else word)
         else:
-            found.append(f"{UNKNOWN}{word}")
-    return found
+            marked.append(f"{UNKNOWN}{word}")
+    return marked
 
 
 def _of_words(words: list[str]) -> Iterator[tuple[str, Any]]:

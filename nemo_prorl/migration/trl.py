@@ -85,8 +85,8 @@ def _trl_optimizer(made: Converted) -> None:
     """Leave the optimizer's numbers to the user if the script makes its own."""
     for key in ("optimizers", "optimizer_cls_and_kwargs"):
         if (own := made.take(key)) is not None:
-            why = f"{key}={own}: the script's own optimizer and schedule decide it"
-            made.unknown |= dict.fromkeys(_OF_OPTIMIZER, why)
+            reason = f"{key}={own}: the script's own optimizer and schedule decide it"
+            made.unknown |= dict.fromkeys(_OF_OPTIMIZER, reason)
     clip, of_trl = made.take("deepspeed.gradient_clipping", "auto"), made.overrides.get(our.CLIP)
     if clip not in ("auto", of_trl):
         made.unknown[our.CLIP] = (
@@ -190,19 +190,19 @@ def _trl_reference(made: Converted) -> None:
 def _trl_processes(made: Converted) -> int | None:
     """Return the number of processes of the run, and set the nodes and devices; None if it has no value."""
     keys = "num_processes", "nproc_per_node", "num_gpus", "nnodes", "num_machines", "num_nodes"
-    given = {key: value for key in keys if (value := made.take(key)) is not None}
+    counts = {key: value for key in keys if (value := made.take(key)) is not None}
     config = made.take("config_file")
-    unclear = [f"{key}={value}" for key, value in given.items() if not isinstance(value, int | float) or value < 1]
-    if config is not None and not given:
+    unclear = [f"{key}={value}" for key, value in counts.items() if not isinstance(value, int | float) or value < 1]
+    if config is not None and not counts:
         unclear.append(f"{config} (missing: put it where the script names it, and convert again)")
     if unclear:
         made.unknown[our.PROMPTS] = made.unknown["trainer.devices"] = (
             f"TRL's batch is that of one process, and {', '.join(unclear)} does not say how many there are"
         )
         return None
-    nodes = int(given.get("nnodes") or given.get("num_machines") or given.get("num_nodes") or 1)
-    each = given.get("nproc_per_node") or given.get("num_gpus")
-    if each is None and "num_processes" not in given:
+    nodes = int(counts.get("nnodes") or counts.get("num_machines") or counts.get("num_nodes") or 1)
+    each = counts.get("nproc_per_node") or counts.get("num_gpus")
+    if each is None and "num_processes" not in counts:
         more = f"N times {our.PROMPTS}"
         if (all_of_them := made.rest.get("generation_batch_size")) is not None:
             more = (
@@ -214,7 +214,7 @@ def _trl_processes(made: Converted) -> int | None:
             f"one process was assumed, because no file says how many there are: N processes have {more}; for them"
             " convert a shell script with `accelerate launch --num_processes N FILE.py`",
         )
-    whole = int(given["num_processes"]) if each is None and "num_processes" in given else int(each or 1) * nodes
+    whole = int(counts["num_processes"]) if each is None and "num_processes" in counts else int(each or 1) * nodes
     made.overrides |= {"trainer.num_nodes": nodes, "trainer.devices": max(1, whole // nodes)}
     return whole
 
@@ -231,8 +231,8 @@ def _trl_batch(made: Converted, kind: Any) -> None:
     generated = whole or (steps or accumulated) * slice_
     of = "a process" if processes == 1 else f"{processes} processes"
     if whole and (steps or whole % slice_):
-        why = "steps_per_generation is set, too" if steps else f"it is no multiple of {slice_} responses of {of}"
-        made.unknown[our.PROMPTS] = f"generation_batch_size={whole}: TRL refuses it, because {why}"
+        reason = "steps_per_generation is set, too" if steps else f"it is no multiple of {slice_} responses of {of}"
+        made.unknown[our.PROMPTS] = f"generation_batch_size={whole}: TRL refuses it, because {reason}"
     elif generated % group:
         made.unknown[our.PROMPTS] = f"{generated} responses of {of} are no whole groups of {group}"
     elif generated < batch and batch % generated:
@@ -249,7 +249,7 @@ def _trl_batch(made: Converted, kind: Any) -> None:
     size = "per_device_train_batch_size * gradient_accumulation_steps * processes"
     shared.set_updates(made, batch, size, is_mixed=True)
     if (updates := made.overrides.get(our.UPDATES, 1)) > 1:
-        for key in [one for one in _UPDATE_COUNTS if one in made.overrides]:
+        for key in [key for key in _UPDATE_COUNTS if key in made.overrides]:
             made.overrides[key] = -(-made.overrides[key] // updates)
         made.notes.append(
             f"a step here makes {updates} of TRL's steps: numbers of steps are divided by {updates}, rounded up"
@@ -282,8 +282,8 @@ def _trl_validation(made: Converted) -> None:
             made.notes.append(f"{key}_strategy={value}: not after a number of steps there; set {ours}")
     if strategy in ("no", "false"):  # `no` of a YAML file is False
         every = made.overrides.pop(our.VALIDATE_EVERY, None)
-        given = "eval_strategy=no" if every is None else f"eval_steps={every} without eval_strategy=steps"
-        made.notes.append(f"{given}: TRL never evaluates; here {our.keeps(our.VALIDATE_EVERY)}")
+        setting = "eval_strategy=no" if every is None else f"eval_steps={every} without eval_strategy=steps"
+        made.notes.append(f"{setting}: TRL never evaluates; here {our.keeps(our.VALIDATE_EVERY)}")
     else:
         top_p = made.rest.get("generation_kwargs.top_p", made.rest.get("top_p", 1))
         steps = made.rest.get("logging_steps", 10)  # of TRL, not of transformers
@@ -307,18 +307,18 @@ def _trl_rewards(made: Converted) -> None:
         )
     if isinstance(functions, Expression):
         node = ast.parse(functions, mode="eval").body
-        found = [ast.unparse(one) for one in getattr(node, "elts", [node])]
+        terms = [ast.unparse(element) for element in getattr(node, "elts", [node])]
     else:  # of a YAML file: a text that cannot be a function is quoted, as a model is in Python
         listed = functions if isinstance(functions, list) else [functions]
-        found = [str(one) if _NAME.fullmatch(str(one)) else repr(one) for one in listed if one is not None]
-    is_none, found = "None" in found, [one for one in found if one != "None"]
-    models = [one for one in found if one[0] in "'\""]
+        terms = [str(term) if _NAME.fullmatch(str(term)) else repr(term) for term in listed if term is not None]
+    is_none, terms = "None" in terms, [term for term in terms if term != "None"]
+    models = [term for term in terms if term[0] in "'\""]
     if (model := made.take("reward_model_name_or_path")) is not None:
         models.append(repr(model))
     text = "a reward model is not supported here; a reward that asks a server: docs/howto/reward_server.md"
-    made.unknown |= dict.fromkeys((f"reward_funcs={one}" for one in models), text)
-    values = weights if isinstance(weights, list) and len(weights) == len(found) else None
-    pairs = zip(found, values or [1] * len(found), strict=True)
+    made.unknown |= dict.fromkeys((f"reward_funcs={model}" for model in models), text)
+    values = weights if isinstance(weights, list) and len(weights) == len(terms) else None
+    pairs = zip(terms, values or [1] * len(terms), strict=True)
     used = {name: weight for name, weight in pairs if name not in models}
     if not used:
         if is_none:
@@ -333,14 +333,14 @@ def _trl_rewards(made: Converted) -> None:
             )
         return
     if weights is not None and values is None:
-        made.unknown[f"reward_weights={weights}"] = f"expected a list of {len(found)} numbers, one per reward function"
+        made.unknown[f"reward_weights={weights}"] = f"expected a list of {len(terms)} numbers, one per reward function"
     names = [name.rsplit(".", 1)[-1] if _NAME.fullmatch(name) else "FUNCTION" for name in used]
     factors = [f"*{weight:g}" if values else "" for weight in used.values()]
     parts = [f"FILE.py:{name}{factor}" for name, factor in zip(names, factors, strict=True)]
-    given = [f"reward_funcs=[{', '.join(names)}]" if len(found) > 1 else f"reward_funcs={names[0]}"]
-    given += [f"reward_weights={made.take('reward_weights')}"] if weights is not None else []
+    settings = [f"reward_funcs=[{', '.join(names)}]" if len(terms) > 1 else f"reward_funcs={names[0]}"]
+    settings += [f"reward_weights={made.take('reward_weights')}"] if weights is not None else []
     made.notes.append(
-        f"reward ({', '.join(given)}): add 'rewards.functions.TASK={' + '.join(parts)}', with functions of one"
+        f"reward ({', '.join(settings)}): add 'rewards.functions.TASK={' + '.join(parts)}', with functions of one"
         ' response made as in docs/howto/reward_function.md, "A reward function of TRL"'
     )
     total = f"{sum(used.values()):g}" if values or weights is None else "the sum of reward_weights"

@@ -62,23 +62,23 @@ def verl(made: Converted) -> None:
     loggers = loggers if isinstance(loggers, list) else [loggers]
     if "wandb" in loggers:
         shared.set_wandb(made, take("trainer.project_name"))
-    if others := [one for one in loggers if one not in ("console", "tensorboard", "wandb")]:
+    if others := [logger for logger in loggers if logger not in ("console", "tensorboard", "wandb")]:
         made.rest["trainer.logger"] = others
 
 
 def _set_entry(made: Converted, config: str) -> None:
     """Set the program that a configuration without its script is of."""
     sections = {"async_training.": "fully_async_policy", "rollout.n": "one_step_off_policy"}
-    found = [program for start, program in sections.items() if any(key.startswith(start) for key in made.given)]
-    found += [f"{one}_policy" for one in ("fully_async", "one_step_off") if config.startswith(one)]
-    made.entry = made.entry or next(iter(found), "")
+    programs = [program for start, program in sections.items() if any(key.startswith(start) for key in made.given)]
+    programs += [f"{name}_policy" for name in ("fully_async", "one_step_off") if config.startswith(name)]
+    made.entry = made.entry or next(iter(programs), "")
 
 
 def _backend(made: Converted, config: str) -> str:
-    told = f"{config} {made.rest.get(f'{_ACTOR}.strategy')} {made.rest.get('model_engine')}"
+    text = f"{config} {made.rest.get(f'{_ACTOR}.strategy')} {made.rest.get('model_engine')}"
     starts = f"{_ACTOR}.megatron.", f"{_OPTIM}.lr_decay_style"  # FSDP has none of these
-    told += " megatron" if any(key.startswith(starts) for key in made.given) else " fsdp"
-    return next(one for one in ("veomni", "megatron", "fsdp") if one in told)
+    text += " megatron" if any(key.startswith(starts) for key in made.given) else " fsdp"
+    return next(backend for backend in ("veomni", "megatron", "fsdp") if backend in text)
 
 
 def _optimizer(made: Converted, is_megatron: bool, is_fsdp: bool) -> None:
@@ -88,17 +88,17 @@ def _optimizer(made: Converted, is_megatron: bool, is_fsdp: bool) -> None:
     made.tell_unused({other: made.take(other)}, f"where {used} clips the gradients")
     own, betas = f"{_OPTIM}.override_optimizer_config.adam", made.overrides.get("model.optim.betas")
     keys = [f"{own}_{name}" for name in ("beta1", "beta2", "eps")]
-    given = [made.take(key) for key in keys]
+    values = [made.take(key) for key in keys]
     if is_megatron:  # it gets no betas (verl/utils/megatron/optimizer.py)
         unused = {
             f"{_OPTIM}.betas": betas,
             f"{_OPTIM}.override_optimizer_config.eps": made.overrides.get("model.optim.eps"),
         }
         made.tell_unused(unused, f"where {own}_beta1, {own}_beta2 and {own}_eps count")
-        *_, eps = found = [one if value is None else value for value, one in zip(given, (*_BETAS, 1e-8), strict=True)]
-        made.overrides |= {"model.optim.betas": found[:2], "model.optim.eps": eps}
+        *_, eps = adam = [usual if item is None else item for item, usual in zip(values, (*_BETAS, 1e-8), strict=True)]
+        made.overrides |= {"model.optim.betas": adam[:2], "model.optim.eps": eps}
     else:
-        made.tell_unused(dict(zip(keys, given, strict=True)), "without Megatron")
+        made.tell_unused(dict(zip(keys, values, strict=True)), "without Megatron")
 
 
 def _span(made: Converted) -> int | None:
@@ -243,27 +243,27 @@ def _bypass(made: Converted, is_fsdp: bool) -> None:
     """Set that the engine's log-probabilities are the old ones."""
     own = f"{_CORRECTION}."
     keys = [f"{own}rollout_{name}" for name in ("is", "rs", "is_threshold", "rs_threshold", "is_batch_normalize")]
-    given, loss = {key: made.take(key) for key in keys}, made.take(f"{own}loss_type", "ppo_clip")
+    values, loss = {key: made.take(key) for key in keys}, made.take(f"{own}loss_type", "ppo_clip")
     older = [key for key in made.rest if key.startswith("algorithm.rollout_is") or key.endswith(".tis_imp_ratio_cap")]
     made.tell_unused({key: made.take(key) for key in older}, "with bypass_mode")
     made.overrides[_KIND] = "none"
     if is_fsdp and made.overrides.get(our.UPDATES) == 1:  # dp_actor.py, on_policy
-        why = "where a step's only update takes the actor's own log-probabilities as the old ones"
-        made.tell_unused({f"{own}bypass_mode": True, f"{own}loss_type": loss, **given}, why)
+        reason = "where a step's only update takes the actor's own log-probabilities as the old ones"
+        made.tell_unused({f"{own}bypass_mode": True, f"{own}loss_type": loss, **values}, reason)
         return
     made.overrides[f"{our.GRPO}.old_logp"] = "engine"
-    if given[keys[1]] is not None:
-        why = f"{our.GRPO}.old_logp=engine, which bypass_mode means, has no mask here; none leaves it out"
-        made.unknown[_KIND] = f"{keys[1]}={given[keys[1]]}, {keys[3]}={given[keys[3]]}: {why}"
+    if values[keys[1]] is not None:
+        reason = f"{our.GRPO}.old_logp=engine, which bypass_mode means, has no mask here; none leaves it out"
+        made.unknown[_KIND] = f"{keys[1]}={values[keys[1]]}, {keys[3]}={values[keys[3]]}: {reason}"
     if loss == "ppo_clip":
-        made.tell_unused({key: given[key] for key in (keys[0], *keys[2::2])}, "with bypass_mode")
+        made.tell_unused({key: values[key] for key in (keys[0], *keys[2::2])}, "with bypass_mode")
         if made.overrides.get(our.LOSS) != "clip":
             made.differs.append(f"{own}bypass_mode means the loss of loss_mode=vanilla there")
     else:
-        weights = ", ".join(f"{key}={value}" for key, value in {f"{own}loss_type": loss, **given}.items() if value)
+        weights = ", ".join(f"{key}={value}" for key, value in {f"{own}loss_type": loss, **values}.items() if value)
         made.unknown[our.LOSS] = (
             f"{weights}: its loss is not clipped; with rollout_is=token alone it is cispo with"
-            f" {our.CLIP_HIGH}={(given[keys[2]] or 1) - 1:g}, and no other has a counterpart"
+            f" {our.CLIP_HIGH}={(values[keys[2]] or 1) - 1:g}, and no other has a counterpart"
         )
 
 
@@ -292,7 +292,7 @@ def _correction(made: Converted, is_logged: bool) -> None:
         shared.set_correction(made, f"{prefix}_is={kind}", "tis" if kind == "token" else "sequence_tis", None, cap)
 
 
-def _mask(made: Converted, told: str, mask: str, bounds: Any, weights: Any) -> None:
+def _mask(made: Converted, text: str, mask: str, bounds: Any, weights: Any) -> None:
     """Set the mask of responses whose mean ratio is out of bounds; leave others to the user, with what comes nearest.
 
     Args:
@@ -304,7 +304,7 @@ def _mask(made: Converted, told: str, mask: str, bounds: Any, weights: Any) -> N
     nearest = dict.fromkeys(("seq_mean_k1", "geometric", "sequence", "seq_sum_k1"), "sequence_mask")
     kind = (nearest | dict.fromkeys(("token_k1", "token"), "icepop")).get(mask)
     if kind is None or len(parts) not in (1, 2) or 0 in parts:
-        made.unknown[_KIND] = f"{told}: this mask has no counterpart; none leaves it out"
+        made.unknown[_KIND] = f"{text}: this mask has no counterpart; none leaves it out"
         return
     floor, cap = parts if len(parts) == 2 else (float(least or 1 / parts[0]), parts[0])
     if mask.endswith("k1"):  # its ratio is the engine's probability by the trainer's
@@ -312,11 +312,11 @@ def _mask(made: Converted, told: str, mask: str, bounds: Any, weights: Any) -> N
     set_ = {_KIND: kind, f"{our.CORRECTION}.cap": cap, f"{our.CORRECTION}.floor": floor}
     if weights is None and mask in ("seq_mean_k1", "geometric"):
         made.overrides |= set_
-        made.differs.append(f"{told}: the loss's mean leaves out a masked response there; here its tokens count as 0")
+        made.differs.append(f"{text}: the loss's mean leaves out a masked response there; here its tokens count as 0")
         return
     values = ", ".join(f"{key}={value if isinstance(value, str) else f'{value:g}'}" for key, value in set_.items())
     also = "" if weights is None else f", without the weights of rollout_is={weights}"
-    made.unknown[_KIND] = f"{told} has no counterpart here; {values}{also} is what comes nearest"
+    made.unknown[_KIND] = f"{text} has no counterpart here; {values}{also} is what comes nearest"
 
 
 def _older_correction(made: Converted) -> tuple[Any, Any] | None:
@@ -340,10 +340,10 @@ def _older_correction(made: Converted) -> tuple[Any, Any] | None:
 def _rewards(made: Converted) -> None:
     """Add a note with the override for verl's own reward function, if the file has one."""
     keys = [f"{prefix}{key}" for prefix in _OWN_REWARD for key in ("path", "name")]
-    if given := {key: made.take(key) for key in keys if key in made.rest}:
-        name = next((value for key, value in given.items() if key.endswith(".name")), "compute_score")
+    if settings := {key: made.take(key) for key in keys if key in made.rest}:
+        name = next((value for key, value in settings.items() if key.endswith(".name")), "compute_score")
         made.notes.append(
-            f"reward ({', '.join(f'{key}={value}' for key, value in given.items())}): add"
+            f"reward ({', '.join(f'{key}={value}' for key, value in settings.items())}): add"
             " rewards.functions.TASK=FILE.py:score, where score(prompt, response, truth) calls"
             f" {name} (docs/howto/reward_function.md)"
         )
@@ -361,12 +361,12 @@ def _program(made: Converted) -> None:
     prompts, drawn = made.overrides.get(our.PROMPTS), made.rest.get("data.gen_batch_size")
     if made.overrides.get(enabled) is not False:
         return
-    if "gen_batch_size" in (why := made.unknown.get(f"{our.SAMPLING}.max_draw_factor", "")):
-        made.unknown[our.PROMPTS] = why
+    if "gen_batch_size" in (reason := made.unknown.get(f"{our.SAMPLING}.max_draw_factor", "")):
+        made.unknown[our.PROMPTS] = reason
     elif prompts and drawn and drawn != prompts:
         made.overrides[our.PROMPTS] = drawn
-        why = f"where a step trains on all prompts of data.gen_batch_size={drawn}, without filter_groups"
-        made.tell_unused({"data.train_batch_size": prompts}, why)
+        reason = f"where a step trains on all prompts of data.gen_batch_size={drawn}, without filter_groups"
+        made.tell_unused({"data.train_batch_size": prompts}, reason)
 
 
 def _one_step_off(made: Converted) -> None:
@@ -393,11 +393,11 @@ def _engine_lengths(made: Converted) -> None:
     response, prompt = made.overrides.get(our.RESPONSE), made.overrides.get(our.PROMPT)
     if length not in (None, response):
         made.overrides[our.RESPONSE] = length
-        why = f"where rollout.response_length={length} cuts responses"
-        made.tell_unused({"data.max_response_length": response}, why)
+        reason = f"where rollout.response_length={length} cuts responses"
+        made.tell_unused({"data.max_response_length": response}, reason)
     if of_prompt not in (None, prompt):
         made.differs.append(f"{keys[2]}={of_prompt}: the engine's limit is that of the data here, {prompt}")
-    lengths = [one for one in (prompt, made.overrides.get(our.RESPONSE)) if isinstance(one, int)]
+    lengths = [tokens for tokens in (prompt, made.overrides.get(our.RESPONSE)) if isinstance(tokens, int)]
     if most is not None and len(lengths) == 2 and most < sum(lengths):
         made.overrides[our.CONTEXT] = most
     elif most is not None:

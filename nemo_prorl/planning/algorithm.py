@@ -37,13 +37,13 @@ def algorithm(cfg: DictConfig) -> dict[str, Any]:
     These are the keys of the schema that a continued run may not change, and all keys of `trainer.resets`, without the
     sections that other rows of the plan show.
     """
-    found = {}
+    values = {}
     for key in all_keys():
         if _is_in(key.name, _YET) or not (may_change(key.name) or _is_in(key.name, _ELSEWHERE)):
             value = OmegaConf.select(cfg, key.name)
             if not OmegaConf.is_dict(value):
-                found[key.name] = OmegaConf.to_object(value) if OmegaConf.is_list(value) else value
-    return found
+                values[key.name] = OmegaConf.to_object(value) if OmegaConf.is_list(value) else value
+    return values
 
 
 def _is_in(key: str, sections: tuple[str, ...]) -> bool:
@@ -62,8 +62,8 @@ def rows(cfg: DictConfig) -> list[tuple[str, str]]:
     }
     return [
         (section if number == 0 else "", line.replace("\xa0", " "))
-        for section, found in lines.items()
-        for number, line in enumerate(found)
+        for section, wrapped in lines.items()
+        for number, line in enumerate(wrapped)
     ]
 
 

@@ -38,19 +38,19 @@ def run(args: argparse.Namespace) -> int:
     common = sorted(first.keys() & second.keys())
     if not common:
         raise ConfigError(f"{args.first} and {args.second} have no step in common")
-    found = parting(first, second, Norms(norms_of(args.first), norms_of(args.second)))
+    divergence = parting(first, second, Norms(norms_of(args.first), norms_of(args.second)))
     differences = other_settings(args.first, args.second)
     if args.json:
-        value = {"equal": found is None, "steps": [common[0], common[-1]], "settings": differences}
-        sys.stdout.write(json.dumps(value | ({} if found is None else asdict(found)), indent=1) + "\n")
-    elif found is None:
+        value = {"equal": divergence is None, "steps": [common[0], common[-1]], "settings": differences}
+        sys.stdout.write(json.dumps(value | ({} if divergence is None else asdict(divergence)), indent=1) + "\n")
+    elif divergence is None:
         sys.stdout.write(f"equal in steps {common[0]} to {common[-1]}\n")
     else:
-        lines = [found.words(), *values(args.first, args.second, found)]
-        lines += [f"equal before: steps {common[0]} to {found.step - 1}"] if found.step > common[0] else []
+        lines = [divergence.words(), *values(args.first, args.second, divergence)]
+        lines += [f"equal before: steps {common[0]} to {divergence.step - 1}"] if divergence.step > common[0] else []
         lines += [f"the configurations differ: {differences}"] if differences else []
         sys.stdout.write("\n".join(lines) + "\n")
-    return 0 if found is None else 1
+    return 0 if divergence is None else 1
 
 
 def norms_of(run_dir: Path) -> dict[int, float]:
@@ -70,19 +70,19 @@ def other_settings(first: Path, second: Path) -> str:
     return changes(read_config(files[0]), read_config(files[1]), (*FORKED, "chain."))
 
 
-def values(first: Path, second: Path, found: "Parting") -> list[str]:
+def values(first: Path, second: Path, parting: "Parting") -> list[str]:
     """Return the values of the first response that differs, if both runs have stored the step's batch."""
     from nemo_prorl.lifecycle.batches import read_batch
     from nemo_prorl.lifecycle.ledger import object_of
 
-    words = found.where.partition(",")[0].split()
-    if words[:1] != ["response"] or object_of(found.object).phase == "trainer":
+    words = parting.where.partition(",")[0].split()
+    if words[:1] != ["response"] or object_of(parting.object).phase == "trainer":
         return []
     sample, draw = int(words[1]), int(words[4])
     lines = []
     for folder in (first, second):
         try:
-            group = next(group for group in read_batch(folder, found.step) if group.draw_index == draw)
+            group = next(group for group in read_batch(folder, parting.step) if group.draw_index == draw)
         except (DataError, StopIteration):
             return []
         response, verdict = group.responses[sample], group.verdicts[sample]

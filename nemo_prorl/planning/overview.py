@@ -108,11 +108,11 @@ def run_rows(cfg: DictConfig, lengths: str = "not checked") -> dict[str, str]:
 
 
 def _first_weights(cfg: DictConfig) -> dict[str, str]:
-    """Return in words where the weights of the first step come from, and how a fork differs from the run before it.
+    """Return as text where the weights of the first step come from, and how a fork differs from the run before it.
 
     Raises ConfigError like `prorl train`.
     """
-    run_dir, given = Path(cfg.run_dir), cfg.chain.start_from
+    run_dir, start_from = Path(cfg.run_dir), cfg.chain.start_from
     if own := complete(run_dir / "checkpoints"):
         step = step_of(own[-1])
         text = f"this run's own: it continues after step {step}"
@@ -123,7 +123,7 @@ def _first_weights(cfg: DictConfig) -> dict[str, str]:
             )
         return {"first weights": text}
     reset = "with a hard reset at step 0" if cfg.chain.hard_reset else "with its reference and optimizer"
-    if given is None and cfg.chain.after is not None:
+    if start_from is None and cfg.chain.after is not None:
         which = "best" if cfg.trainer.resets.roll_back else "last"
         text = f"starts from the {which} checkpoint of {run_dir.parent / cfg.chain.after}, {reset}"
         return {"first weights": text}
@@ -133,8 +133,8 @@ def _first_weights(cfg: DictConfig) -> dict[str, str]:
         text = f"starts from {start.run_dir or start.checkpoint}, step {step}, {reset}"
         if start.run_dir is None:
             return {"first weights": text}
-        found = changes(read_config(start.run_dir / "config.yaml"), cfg, FORKED)
-        return {"first weights": text, "unlike that run": found or "nothing"}
+        differences = changes(read_config(start.run_dir / "config.yaml"), cfg, FORKED)
+        return {"first weights": text, "unlike that run": differences or "nothing"}
     return {
         "first weights": cfg.pretrained_checkpoint.restore_from_path or "random, with a tokenizer made for the data"
     }

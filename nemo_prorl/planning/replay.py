@@ -90,12 +90,12 @@ def read_rules(overrides: list[str], config: Path) -> ResetRulesConfig:
     """
     from nemo_prorl import settings
 
-    given = []
+    saved = []
     # Only the rules are read: the run's data and models may be absent here, and another version may have written it.
     if config.is_file():
         own = OmegaConf.select(OmegaConf.load(config), _RULES) or {}
-        given = [f"{_RULES}.{key}={list(own[key]) if key == 'asks' else own[key]}" for key in own]
-    cfg = settings.load([*given, *(f"{_RULES}.{text}" for text in overrides)])
+        saved = [f"{_RULES}.{key}={list(own[key]) if key == 'asks' else own[key]}" for key in own]
+    cfg = settings.load([*saved, *(f"{_RULES}.{text}" for text in overrides)])
     rules: ResetRulesConfig = cfg.trainer.resets.rules
     return rules
 

@@ -33,15 +33,15 @@ def rows(cfg: DictConfig) -> dict[str, str]:
     rates = _rates(cfg, made, [{"step": 0}] if begins else done, useful)
     start = "one at the start of the stage; " if begins else ""
     asks = [rule for rule in resets.rules.asks if never_asks(cfg, rule) is None]
-    found = {"hard resets": start + _resets(resets, own, planned, steps, asks)}
+    lines = {"hard resets": start + _resets(resets, own, planned, steps, asks)}
     if rates and set(rates.values()) != {cfg.model.optim.lr}:
         texts = [f"step {step} {rate:.3g}" for step, rate in rates.items()]
-        found["learning rate"] = ", ".join([*texts[:-1], *(["..."] if len(useful) >= _SHOWN else []), texts[-1]])
-    return found
+        lines["learning rate"] = ", ".join([*texts[:-1], *(["..."] if len(useful) >= _SHOWN else []), texts[-1]])
+    return lines
 
 
 def _resets(resets: Any, done: Sequence[int], planned: Sequence[int], steps: int, can_ask: Sequence[str]) -> str:
-    """Return in words which resets were made and will be made in this run, and what they change."""
+    """Return as text which resets were made and will be made in this run, and what they change."""
     useful = [step for step in planned if step < steps]
     regular = f"every {resets.every} steps, ".replace("every 1 steps", "every step") if resets.every else ""
     at = "a fixed step" if len(useful) == 1 else "fixed steps"

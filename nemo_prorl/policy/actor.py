@@ -348,7 +348,7 @@ class Actor:
     def reset_optimizer(self) -> None:
         """Set Adam's moments and step count to zero; keep the master weights.  A hard reset calls this.
 
-        The moments are created at once, not at Adam's first step, so that a checkpoint written before that step has
+        The moments are created immediately, not at Adam's first step, so that a checkpoint written before that step has
         them and can be loaded.
         """
         for leaf in self._leaf_optimizers():
@@ -404,21 +404,21 @@ class Actor:
         """
         parts: dict[tuple[str, str], list[Tensor]] = {}
         offset = get_transformer_layer_offset(self.module.config)
-        for what, name, value in self._parts_of_state():
-            if what in objects:
-                parts.setdefault((what, _layer_of(name, offset)), []).append(value.detach().flatten())
+        for kind, name, value in self._parts_of_state():
+            if kind in objects:
+                parts.setdefault((kind, _layer_of(name, offset)), []).append(value.detach().flatten())
         rank = dist.get_rank() if dist.is_initialized() else 0
         own = {
-            (what, layer): named(f"{layer} {rank}", digest(torch.cat(values) if len(values) > 1 else values[0]))
-            for (what, layer), values in parts.items()
+            (kind, layer): named(f"{layer} {rank}", digest(torch.cat(values) if len(values) > 1 else values[0]))
+            for (kind, layer), values in parts.items()
         }
         every: list[Any] = [own] * (dist.get_world_size() if dist.is_initialized() else 1)
         if len(every) > 1:
             dist.all_gather_object(every, own)
-        found: dict[str, dict[str, int]] = {what: {} for what in objects}
-        for (what, layer), value in (item for part in every for item in part.items()):
-            found[what][layer] = (found[what].get(layer, 0) + value) % (1 << 64)
-        return found
+        totals: dict[str, dict[str, int]] = {kind: {} for kind in objects}
+        for (kind, layer), value in (item for part in every for item in part.items()):
+            totals[kind][layer] = (totals[kind].get(layer, 0) + value) % (1 << 64)
+        return totals
 
     def _parts_of_state(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield (object, name of the parameter, this rank's values)."""

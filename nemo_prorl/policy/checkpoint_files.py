@@ -105,28 +105,28 @@ def _load_weights(actor: Actor, folder: Path, prefix: str = "") -> None:
     dict_list_map_inplace(_to_be_read, state)
     if prefix:
         add_prefix_for_sharding(state, prefix)
-    found = _read_tensors({"weights": state}, folder, strict=StrictHandling.IGNORE_ALL)
-    _load_module(actor, found["weights"])  # raises CheckpointError for a missing parameter, which `load` ignored
+    tensors = _read_tensors({"weights": state}, folder, strict=StrictHandling.IGNORE_ALL)
+    _load_module(actor, tensors["weights"])  # raises CheckpointError for a missing parameter, which `load` ignored
     actor.version += 1
 
 
 def _read_tensors(state: dict[str, Any], folder: Path, **options: Any) -> dict[str, Any]:
     """Return the content of a checkpoint for a sharded state.  Raises DamagedCheckpoint if a file cannot be read."""
     try:
-        found: dict[str, Any] = dist_checkpointing.load(state, str(folder), **options)
+        tensors: dict[str, Any] = dist_checkpointing.load(state, str(folder), **options)
     except (CheckpointException, OSError) as error:  # torch raises the first on all ranks
-        why = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-        raise DamagedCheckpoint(folder, f"{folder}: its tensors cannot be read: {_with_type(why)}") from error
-    return found
+        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        raise DamagedCheckpoint(folder, f"{folder}: its tensors cannot be read: {_with_type(cause)}") from error
+    return tensors
 
 
 def _load_optimizer(actor: Actor, folder: Path) -> None:
     """Load Adam's moments, master weights and step count; keep this run's settings, such as the learning rate."""
     state = _sharded_optimizer(actor, _sharded_model(actor, scales=False))
     dict_list_map_inplace(_to_be_read, state)
-    found = _read_tensors({"optimizer": state}, folder)["optimizer"]
-    step = int(found["optimizer"]["param_groups"][0]["step"])  # a float from torch's AdamW, an int from other Adams
-    load_optimizer(actor, found["param_state"], step)
+    saved = _read_tensors({"optimizer": state}, folder)["optimizer"]
+    step = int(saved["optimizer"]["param_groups"][0]["step"])  # a float from torch's AdamW, an int from other Adams
+    load_optimizer(actor, saved["param_state"], step)
 
 
 def _reference_of(actor: Actor) -> Callable[[Any], Any]:
@@ -417,8 +417,8 @@ def _read_checked_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def _check(folder: Path, state: dict[str, Any], **found: str) -> None:
-    for name, sha256 in found.items():
+def _check(folder: Path, state: dict[str, Any], **hashes: str) -> None:
+    for name, sha256 in hashes.items():
         if sha256 != state[f"{name}_sha256"]:
             raise DamagedCheckpoint(
                 folder,

@@ -78,12 +78,12 @@ def parts_of(hf: dict[str, Any], padded_vocab: int) -> list[Part]:
     alone = {"embedding.word_embeddings.weight": (padded_vocab, hidden), "decoder.final_layernorm.weight": (hidden,)}
     if not shape.tied:
         alone["output_layer.weight"] = (padded_vocab, hidden)
-    found = [Part(_MODEL + name, None, size, rule_of(name, 0, shape.tied)) for name, size in alone.items()]
+    parts = [Part(_MODEL + name, None, size, rule_of(name, 0, shape.tied)) for name, size in alone.items()]
     for layer in range(keys["num_layers"]):
         for name, size in sizes.items():
             rule = rule_of(f"{_LAYERS}{layer}.{name}", 0, shape.tied)
-            found.append(Part(f"{_MODEL}{_LAYERS}{name}", layer, size, rule))
-    return found
+            parts.append(Part(f"{_MODEL}{_LAYERS}{name}", layer, size, rule))
+    return parts
 
 
 # --- reading -------------------------------------------------------------------------------------------------------

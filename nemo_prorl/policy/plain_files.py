@@ -87,10 +87,10 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _refused(file: Path, expected: str, error: Exception) -> CheckpointError:
-    why = f"reading it could run code ({first_line(error)})"
-    return CheckpointError(f"{file} was refused: expected {expected}, but {why}. {_CURE}")
+    reason = f"reading it could run code ({first_line(error)})"
+    return CheckpointError(f"{file} was refused: expected {expected}, but {reason}. {_CURE}")
 
 
 def _unreadable(file: Path, error: Exception) -> DamagedCheckpoint:
-    why = (str(error).splitlines() or [""])[0]
-    return DamagedCheckpoint(file.parent, f"{file} cannot be read: it is missing, truncated or damaged ({why})")
+    reason = (str(error).splitlines() or [""])[0]
+    return DamagedCheckpoint(file.parent, f"{file} cannot be read: it is missing, truncated or damaged ({reason})")

@@ -114,8 +114,8 @@ def find_checkpoint(path: Path, which: str) -> tuple[Path, Path]:
         return folder, folder / "hf"
     run_dir = folder.resolve().parent.parent
     cfg = settings.read_config(run_dir / "config.yaml")
-    given = cfg.pretrained_checkpoint.restore_from_path
-    source = Path(given) if given else run_dir / "init"
+    model = cfg.pretrained_checkpoint.restore_from_path
+    source = Path(model) if model else run_dir / "init"
     if (source / "config.json").is_file():
         return folder, source
     if (run_dir / "base" / "config.json").is_file():  # made by a warm-up
@@ -123,5 +123,5 @@ def find_checkpoint(path: Path, which: str) -> tuple[Path, Path]:
     raise ConfigError(
         f"{folder}: its config.json and tokenizer are those of {source.absolute()}, from which its run began, and which"
         f" is not a model folder any more. Fix: move the folder back, or a link: ln -s FOLDER {source.absolute()}"
-        + ("" if source.is_absolute() else f"; or run the command where the run was started, which names it {given}")
+        + ("" if source.is_absolute() else f"; or run the command where the run was started, which names it {model}")
     )

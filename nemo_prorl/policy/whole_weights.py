@@ -59,20 +59,20 @@ class WholeWeights:
     def _of_tensor_ranks(self, own: Tensor) -> list[Tensor]:
         """Return the tensors of all tensor ranks, each shaped like `own`, in host memory."""
         group, flat = parallel_state.get_tensor_model_parallel_group(), own.detach().contiguous().flatten()
-        found = [device.host_memory(flat.shape, flat.dtype) for _ in range(self._tp_size)]
+        tensors = [device.host_memory(flat.shape, flat.dtype) for _ in range(self._tp_size)]
         for start in range(0, len(flat), PIECE):
             piece = flat[start : start + PIECE].to(self._device)
             pieces = [torch.empty_like(piece) for _ in range(self._tp_size)]
             dist.all_gather(pieces, piece, group=group)
-            for whole, part in zip(found, pieces, strict=True):
+            for whole, part in zip(tensors, pieces, strict=True):
                 whole[start : start + PIECE].copy_(part)
             del piece, pieces, part  # before the next pieces are made
-        return [whole.view(own.shape) for whole in found]
+        return [whole.view(own.shape) for whole in tensors]
 
     @property
     def _device(self) -> torch.device:
-        found: torch.device = next(self._module.parameters()).device
-        return found
+        model_device: torch.device = next(self._module.parameters()).device
+        return model_device
 
     def _parameters_of_all_stages(self) -> list[tuple[int, str, int]]:
         """Return (stage, name, number of the stage's first layer) of all parameters.
@@ -84,10 +84,10 @@ class WholeWeights:
             get_transformer_layer_offset(self._module.config),
         )
         names = [name for name, _ in self._module.named_parameters()]
-        mine = [(stage, name, offset) for name in names if not (self._shape.tied and name == "output_layer.weight")]
-        every: list[Any] = [mine] * self._pp_size
+        own = [(stage, name, offset) for name in names if not (self._shape.tied and name == "output_layer.weight")]
+        every: list[Any] = [own] * self._pp_size
         if self._pp_size > 1:
-            dist.all_gather_object(every, mine, group=parallel_state.get_pipeline_model_parallel_group())
+            dist.all_gather_object(every, own, group=parallel_state.get_pipeline_model_parallel_group())
         return [entry for entries in every for entry in entries]
 
     def _from_stage(self, stage: int, tensor: Tensor) -> Tensor:

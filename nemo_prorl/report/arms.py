@@ -11,7 +11,7 @@ from nemo_prorl.report.series import rounded
 
 def arms(folders: list[Path], curves: list[Curve]) -> dict[str, Any] | None:
     """Return the first fork among `folders`, None without one: its table and `series`, the lines of its chart."""
-    forks = {folder: one for folder in folders if not is_run(folder) and (one := fork.read_fork(folder))}
+    forks = {folder: forked for folder in folders if not is_run(folder) and (forked := fork.read_fork(folder))}
     if not forks:
         return None
     folder, record = next(iter(forks.items()))

@@ -77,9 +77,9 @@ def run(args: argparse.Namespace) -> int:
         return code
     cfg = settings.read_config(folder / "config.yaml")
     stored = StoredStep(run_dir, step)
-    found = examined(stored, folder, args.responses)
-    found = with_engine(cfg, stored, folder, found)
-    off = differences(found, {"engine": str(cfg.rollout.dtype), "trainer": trainer_dtype(cfg)}, step - 1)
+    chosen = examined(stored, folder, args.responses)
+    chosen = with_engine(cfg, stored, folder, chosen)
+    off = differences(chosen, {"engine": str(cfg.rollout.dtype), "trainer": trainer_dtype(cfg)}, step - 1)
     then, now = (read_ledger(path).get(step) for path in (run_dir, folder))
     parted = of_step(then, now) if then and now else None
     if parted is not None:
@@ -87,33 +87,33 @@ def run(args: argparse.Namespace) -> int:
     summary = judge_again(rollout_files(folder / "rollouts"))
     if summary.changed:
         off.append(f"rewards: {summary.changed} verdicts differ when the responses are judged again")
-    write_page(page := folder / "tokens.html", stored.title, stored.shown({one.number: named(one) for one in found}))
+    write_page(page := folder / "tokens.html", stored.title, stored.shown({one.number: named(one) for one in chosen}))
     _log.info("their tokens with the probabilities of engine and trainer: %s", page)
-    sys.stdout.write("\n".join([*summary.lines(), *(f"off: {one}" for one in off or ["nothing"])]) + "\n")
+    sys.stdout.write("\n".join([*summary.lines(), *(f"off: {fault}" for fault in off or ["nothing"])]) + "\n")
     return 1 if off else 0
 
 
-def named(one: Tokens) -> dict[str, list[float]]:
+def named(response: Tokens) -> dict[str, list[float]]:
     """Return a response's log-probabilities by whose they are, as the page shows them."""
-    forced = {f"engine with weights {version}": logp_T for version, logp_T in one.forced.items()}
-    sides = {"engine": one.engine, "trainer": one.trainer, "float64": one.exact, **forced}
+    forced = {f"engine with weights {version}": logp_T for version, logp_T in response.forced.items()}
+    sides = {"engine": response.engine, "trainer": response.trainer, "float64": response.exact, **forced}
     return {name: logp_T.tolist() for name, logp_T in sides.items()}
 
 
-def with_engine(cfg: Any, stored: "StoredStep", folder: Path, found: Sequence[Tokens]) -> list[Tokens]:
+def with_engine(cfg: Any, stored: "StoredStep", folder: Path, chosen: Sequence[Tokens]) -> list[Tokens]:
     """Add the log-probabilities of an engine that is given the tokens; without one, say so and add nothing."""
     from nemo_prorl.report.audit_engine import engine_logprobs
 
     _log.info("starting an engine, which is given the tokens; its log is %s", folder / "logs" / "engine-0.log")
     try:
-        made = engine_logprobs(cfg, stored, folder, [one.number for one in found])
+        made = engine_logprobs(cfg, stored, folder, [response.number for response in chosen])
     except StoppedCleanly:
         raise
     except (ProrlError, OSError) as error:
         sys.stdout.write(f"no engine could be asked: {error}\n")
-        return list(found)
+        return list(chosen)
     return [
-        replace(one, forced={version: values[n] for version, values in made.items()}) for n, one in enumerate(found)
+        replace(one, forced={version: values[n] for version, values in made.items()}) for n, one in enumerate(chosen)
     ]
 
 
@@ -172,47 +172,47 @@ def exact(
     return made
 
 
-def differences(found: Sequence[Tokens], dtypes: Mapping[str, str], version: int) -> list[str]:
+def differences(chosen: Sequence[Tokens], dtypes: Mapping[str, str], version: int) -> list[str]:
     """Print how far the sides are from float64; return what is farther than its precision explains.
 
     Args:
         dtypes: of `engine` and `trainer`.
         version: of the weights that the step begins with.
     """
-    sides = {side: [getattr(one, side) for one in found] for side in dtypes}
-    if found[0].forced:
-        sides["engine, given the tokens"] = [one.forced[version] for one in found]
+    sides = {side: [getattr(response, side) for response in chosen] for side in dtypes}
+    if chosen[0].forced:
+        sides["engine, given the tokens"] = [response.forced[version] for response in chosen]
     rows, off = [("log p of tokens", "dtype", "mean |d|", "largest |d|", "in")], {}
     for side, values in sides.items():
-        gaps = [(value - one.exact).abs() for value, one in zip(values, found, strict=True)]
+        gaps = [(value - response.exact).abs() for value, response in zip(values, chosen, strict=True)]
         dtype = dtypes[side.partition(",")[0]]
-        mean, allowed = _mean(values, [one.exact for one in found]), ALLOWED.get(dtype, ALLOWED["float32"])
-        worst = max(range(len(found)), key=lambda n: float(gaps[n].max()))
-        where = f"{found[worst].name}, token {int(gaps[worst].argmax())}"
+        mean, allowed = _mean(values, [response.exact for response in chosen]), ALLOWED.get(dtype, ALLOWED["float32"])
+        worst = max(range(len(chosen)), key=lambda n: float(gaps[n].max()))
+        where = f"{chosen[worst].name}, token {int(gaps[worst].argmax())}"
         rows.append((side, dtype, f"{mean:.3g}", f"{float(gaps[worst].max()):.3g}", where))
         if not mean <= allowed:
             off[side] = f"{side}: {mean:.3g} nats per token from float64, expected at most {allowed:g} in {dtype}"
-    tokens = sum(len(one.exact) for one in found)
-    sys.stdout.write(f"{tokens} tokens of {len(found)} responses, in which engine and trainer differ most\n")
+    tokens = sum(len(response.exact) for response in chosen)
+    sys.stdout.write(f"{tokens} tokens of {len(chosen)} responses, in which engine and trainer differ most\n")
     sys.stdout.write(columns(rows))
-    return _with_cause(found, off, version) if found[0].forced else list(off.values())
+    return _with_cause(chosen, off, version) if chosen[0].forced else list(off.values())
 
 
-def _with_cause(found: Sequence[Tokens], off: dict[str, str], version: int) -> list[str]:
+def _with_cause(chosen: Sequence[Tokens], off: dict[str, str], version: int) -> list[str]:
     """Print which weights explain the engine's recorded log-probabilities; return `off` with the cause."""
-    recorded = [one.engine for one in found]
-    gaps = {made: _mean(recorded, [one.forced[made] for one in found]) for made in found[0].forced}
+    recorded = [response.engine for response in chosen]
+    gaps = {made: _mean(recorded, [response.forced[made] for response in chosen]) for made in chosen[0].forced}
     rows = [("engine with the weights after step", "mean |d| from the recorded log p")]
     sys.stdout.write(columns([*rows, *((str(made), f"{gap:.3g}") for made, gap in gaps.items())]))
-    given = off.pop("engine, given the tokens", None)
+    fault = off.pop("engine, given the tokens", None)
     nearest = min(gaps, key=lambda made: gaps[made])
     if nearest != version and gaps[nearest] < gaps[version] / _NEARER:
         off["engine"] = (
             f"engine: it had the weights after step {nearest}: {gaps[nearest]:.3g} nats per token from the recorded"
             f" log-probabilities, those after step {version} {gaps[version]:.3g}"
         )
-    elif given:
-        off["engine"] = f"{given}: its kernels, or how it loads weights"
+    elif fault:
+        off["engine"] = f"{fault}: its kernels, or how it loads weights"
     elif "engine" in off:
         right = f"an engine with the weights after step {version} that is given the tokens is right"
         off["engine"] += f"; {right}: its decode was off, unless it had yet other weights"

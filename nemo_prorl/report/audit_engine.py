@@ -57,13 +57,13 @@ def engine_logprobs(cfg: Any, stored: StoredStep, folder: Path, numbers: Sequenc
 
 def _versions(cfg: Any, stored: StoredStep, folder: Path) -> dict[int, Path]:
     """Return the model folders of the weights to try, by version."""
-    found = {stored.step - 1: folder / POLICY}
+    folders = {stored.step - 1: folder / POLICY}
     if (folder / OLDER).is_dir():
-        found[stored.step - 2] = folder / OLDER
+        folders[stored.step - 2] = folder / OLDER
     begun = next((event for event in Journal(stored.run_dir).events() if event["event"] == "start"), {})
     if not begun.get("start_from"):
-        found.setdefault(0, base_folder(cfg, folder))
-    return found
+        folders.setdefault(0, base_folder(cfg, folder))
+    return folders
 
 
 async def _asked(
@@ -75,22 +75,22 @@ async def _asked(
         async def one(group: "Group", k: int, version: int) -> Tensor:
             tokens = tuple(group.responses[k].token_ids)
             sampling = SamplingParams(cfg.trainer.grpo.temperature, forced=tokens)
-            what = f"the engine's log-probabilities of draw {group.draw_index} (trainer.deadlines.rollout_s)"
-            deadline = Deadline(cfg.trainer.deadlines.rollout_s, what)
+            awaited = f"the engine's log-probabilities of draw {group.draw_index} (trainer.deadlines.rollout_s)"
+            deadline = Deadline(cfg.trainer.deadlines.rollout_s, awaited)
             [response] = await pool.generate(group.prompt_ids, [0], sampling, deadline, version=version)
             return torch.tensor(response.logprobs, dtype=torch.float64)
 
         async def every() -> dict[int, list[Tensor]]:
             await services.ready()
-            found = {}
+            logprobs = {}
             for version, model in versions.items():
                 weights = HFFolder(model)
                 used = ((name, tensor) for name, tensor in weights.tensors() if takes_part(name, weights.config))
                 path = store.write(used, version)
-                what = f"the engine to load {model} (trainer.deadlines.publish_s)"
-                await pool.publish(path, version, Deadline(cfg.trainer.deadlines.publish_s, what))
-                found[version] = list(await asyncio.gather(*(one(group, k, version) for group, k in responses)))
-            return found
+                awaited = f"the engine to load {model} (trainer.deadlines.publish_s)"
+                await pool.publish(path, version, Deadline(cfg.trainer.deadlines.publish_s, awaited))
+                logprobs[version] = list(await asyncio.gather(*(one(group, k, version) for group, k in responses)))
+            return logprobs
 
         try:
             return await services.watching(every())

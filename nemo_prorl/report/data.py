@@ -43,7 +43,7 @@ def page_data(folders: list[Path], evaluations: list[Path], limit: int) -> dict[
 
 def _curve(curve: Curve, points: int, limit: int) -> dict[str, Any]:
     grid = series.grid_of(curve, points)
-    found = {key: series.metric(curve, key, grid) for key in series.keys_of(curve)}
+    metrics = {key: series.metric(curve, key, grid) for key in series.keys_of(curve)}
     shown, again = samples.samples(curve, limit), second(curve)  # before the tables, which list their problems
     return {
         "name": curve.name,
@@ -52,7 +52,7 @@ def _curve(curve: Curve, points: int, limit: int) -> dict[str, Any]:
         "forecast": text_of(expected) if "now" in (expected := forecast(curve)) else [],
         "bucket": grid.size,
         **grid.steps(curve),
-        "metrics": {key: value for key, value in found.items() if value is not None},
+        "metrics": {key: value for key, value in metrics.items() if value is not None},
         "validations": series.validations(curve, points),
         "benchmarks": series.benchmarks(curve, points),
         "marks": series.marks(curve),

@@ -53,12 +53,12 @@ def _rows(run: RunRecord, before: RunRecord | None, runs: tuple[RunRecord, ...])
     rows += [[title, text] for key, title, form in _SIGNALS if (text := _signal(run, key, form))]
     resets = run.counted("reset_commit")
     rows += [
-        ["hard reset", f"after step {one['step']}: {_short(one.get('reason'))}{effects_in_words(one)}"]
-        for one in resets
+        ["hard reset", f"after step {reset['step']}: {_short(reset.get('reason'))}{effects_in_words(reset)}"]
+        for reset in resets
     ]
-    rows += [["trial", _short(trial_outcome(one))] for one in run.counted("trial_end")]
+    rows += [["trial", _short(trial_outcome(end))] for end in run.counted("trial_end")]
     alarms = run.counted("alarm")
-    rows += [["alarm", f"step {one['step']}: {_short(one.get('what'))}"] for one in alarms[:_ALARMS]]
+    rows += [["alarm", f"step {alarm['step']}: {_short(alarm.get('what'))}"] for alarm in alarms[:_ALARMS]]
     if len(alarms) > _ALARMS:
         rows.append(["alarm", f"{len(alarms) - _ALARMS} more, in journal.jsonl"])
     if not alarms:
@@ -88,7 +88,7 @@ def _validation(run: RunRecord) -> str:
     means = [(int(e["step"]), m) for e in run.counted("validation") if (m := number(part_of(e, "all").get("mean")))]
     if not means:
         return ""
-    best = max(means, key=lambda one: one[1])
+    best = max(means, key=lambda point: point[1])
     if len(means) == 1:
         return f"{best[1]:.3f} at step {best[0]}"
     first, last = means[0], means[-1]
@@ -105,7 +105,7 @@ def _signal(run: RunRecord, key: str, form: str) -> str:
         return ""
     size = min(_ENDS, -(-len(values) // 2))
     first, last = (sum(value for _, value in part) / size for part in (values[:size], values[-size:]))
-    low, high = (pick(values, key=lambda one: one[1]) for pick in (min, max))
+    low, high = (pick(values, key=lambda point: point[1]) for pick in (min, max))
     of = "1 step" if size == 1 else f"{size} steps"
     return (
         f"{first:{form}} -> {last:{form}} (means of {of}); lowest {low[1]:{form}} at step {low[0]}, highest"

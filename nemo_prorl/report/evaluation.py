@@ -45,7 +45,7 @@ def _shown(path: Path, shape: Callable[[Mapping[str, Any]], dict[str, Any]]) -> 
 
 def _groups(value: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     outside, domains = value["out_of_distribution"], value["domains"].items()
-    groups = {f"mean of {domain_name(name)}": one for name, one in domains if len(one.get("benchmarks", ())) != 1}
+    groups = {f"mean of {domain_name(name)}": group for name, group in domains if len(group.get("benchmarks", ())) != 1}
     return groups | ({"mean out of distribution": {**outside, "out_of_distribution": True}} if outside else {})
 
 
@@ -79,9 +79,9 @@ def _comparison(value: Mapping[str, Any]) -> dict[str, Any]:
         "level": value["bootstrap"]["level"],
         "skipped": value["skipped"],
         "rows": [
-            _difference(title, entry, one, value["base"])
+            _difference(title, entry, difference, value["base"])
             for title, entry in (titled | _groups(value)).items()
-            for one in entry["differences"]
+            for difference in entry["differences"]
         ],
         "curves": [
             {"title": title, "models": [{"name": m, "pass@k": of["pass@k"]} for m, of in entry["models"].items()]}
@@ -90,17 +90,17 @@ def _comparison(value: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _difference(title: str, entry: Mapping[str, Any], one: Mapping[str, Any], base: str) -> dict[str, Any]:
-    most = max(one["pass@k"], key=int)
-    facts = {key: one[key] for key in ("model", "pass@1", "reward")}
-    facts["reading"] = explained(one["reading"], base, int(most))
-    more = {key: one[key] for key in ("prompts", "base_k") if key in one} | one.get("solved", {})  # no means have these
+def _difference(title: str, entry: Mapping[str, Any], gap: Mapping[str, Any], base: str) -> dict[str, Any]:
+    most = max(gap["pass@k"], key=int)
+    facts = {key: gap[key] for key in ("model", "pass@1", "reward")}
+    facts["reading"] = explained(gap["reading"], base, int(most))
+    more = {key: gap[key] for key in ("prompts", "base_k") if key in gap} | gap.get("solved", {})  # no means have these
     outside = entry.get("out_of_distribution", False)
     return {
         "title": title,
         "out_of_distribution": outside,
         "k": int(most),
-        "largest": one["pass@k"][most],
+        "largest": gap["pass@k"][most],
         **facts,
         **more,
     }

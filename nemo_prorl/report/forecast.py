@@ -64,7 +64,7 @@ class Segment:
 
 def segments(curve: Curve) -> list[Segment]:
     """Return the segments of a run or a chain, in order, also those with few validations or none."""
-    found = []
+    parts = []
     for run, offset in zip(curve.runs, curve.offsets, strict=True):
         resets = [int(event["step"]) for event in run.counted("reset_commit")]
         bounds = sorted({0, *resets, run.last_step})
@@ -79,7 +79,7 @@ def segments(curve: Curve) -> list[Segment]:
             steps, hours, means, errors = zip(*points, strict=True) if points else ((), (), (), ())
             lines = [line for line in run.metrics if end - 10 < line["step"] <= end]
             rates = [rate for line in lines if (rate := number(line.get("keep_rate/all"))) is not None]
-            found.append(
+            parts.append(
                 Segment(
                     begin=offset + begin,
                     steps=steps,
@@ -89,7 +89,7 @@ def segments(curve: Curve) -> list[Segment]:
                     keep_rate=sum(rates) / len(rates) if rates else None,
                 )
             )
-    return found
+    return parts
 
 
 def _is_share(value: float | None) -> bool:
@@ -131,21 +131,21 @@ def forecast(curve: Curve) -> dict[str, Any]:
         the gain; `exponent`; `advice`, what to do, in words.
     """
     parts = segments(curve)
-    found: dict[str, Any] = {"name": curve.name, "refused": None, "segments": []}
+    facts: dict[str, Any] = {"name": curve.name, "refused": None, "segments": []}
     if sum(len(part.steps) for part in parts) < 2:
         few = "fewer than two validations since the start"
-        return found | {"refused": few + _fix(curve.runs[-1], len(parts[-1].steps) if parts else 0)}
+        return facts | {"refused": few + _fix(curve.runs[-1], len(parts[-1].steps) if parts else 0)}
     fitted = [judged(part) for part in parts]
     for part, (curves, _, refusal) in zip(parts, fitted, strict=True):
         if curves is not None and refusal is None:
-            found["segments"].append({"begin": part.begin, "asymptote": _rounded(curves.asymptote)})
+            facts["segments"].append({"begin": part.begin, "asymptote": _rounded(curves.asymptote)})
     last, (curves, tests, refusal) = parts[-1], fitted[-1]
     if curves is None:
-        return found | {"refused": f"{refusal}{_fix(curve.runs[-1], len(last.steps))}"}
+        return facts | {"refused": f"{refusal}{_fix(curve.runs[-1], len(last.steps))}"}
     on_gpus = curve.runs[-1].setting("trainer.accelerator") == "gpu"
     ahead = AHEAD_HOURS if on_gpus else curves.end
     gain = curves.gain(ahead)
-    found |= {
+    facts |= {
         "refused": refusal,
         "unit": "GPU hours" if on_gpus else "hours",
         "begin": last.begin,
@@ -156,10 +156,10 @@ def forecast(curve: Curve) -> dict[str, Any]:
         "backtests": tests,
     }
     if refusal is not None:
-        return found
+        return facts
     earlier = fitted[-2] if len(fitted) > 1 else None
     before = earlier[0].asymptote[0] if earlier and earlier[0] and earlier[2] is None else None
-    return found | {
+    return facts | {
         "asymptote": _rounded(curves.asymptote),
         "midpoint": float(f"{curves.best[1]:.4g}"),
         "exponent": float(f"{curves.best[2]:.3g}"),
@@ -214,9 +214,9 @@ def _rounded(values: Sequence[float]) -> list[float]:
     return [round(float(value), 4) for value in values]
 
 
-def _gain(found: dict[str, Any]) -> str:
-    gain, low, high = found["gain"]
-    return f"the next {found['ahead']:.3g} {found['unit']} bring {gain:+.3f} ({low:+.3f} to {high:+.3f})"
+def _gain(facts: dict[str, Any]) -> str:
+    gain, low, high = facts["gain"]
+    return f"the next {facts['ahead']:.3g} {facts['unit']} bring {gain:+.3f} ({low:+.3f} to {high:+.3f})"
 
 
 def advice(
@@ -261,7 +261,7 @@ def backtests(segment: Segment) -> list[dict[str, Any]]:
         if the share has too few scores; `hit`, whether the end lies in the interval, null without one.  The last
         three scores are in no share.
     """
-    found: list[dict[str, Any]] = []
+    tests: list[dict[str, Any]] = []
     end = sum(segment.scores[-_LAST:]) / _LAST
     for share in _BACKTESTS:
         count = min(round(share * len(segment.scores)), len(segment.scores) - _LAST)
@@ -270,8 +270,8 @@ def backtests(segment: Segment) -> list[dict[str, Any]]:
         if curves is not None:
             low, high = curves.measured(segment.hours[-_LAST:])
             entry |= {"interval": _rounded((low, high)), "hit": bool(low <= end <= high)}
-        found.append(entry)
-    return found
+        tests.append(entry)
+    return tests
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -288,32 +288,32 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the forecasts; return 0, also without an asymptote.  Raises ConfigError for a folder that is no run."""
-    found = [forecast(curve) for curve in read_curves(args.runs)]
+    results = [forecast(curve) for curve in read_curves(args.runs)]
     if args.json:
-        sys.stdout.write("".join(json.dumps(one) + "\n" for one in found))
+        sys.stdout.write("".join(json.dumps(facts) + "\n" for facts in results))
     else:
-        sys.stdout.write("\n".join("\n".join(text_of(one)) for one in found) + "\n")
-        if sum(one["refused"] is None for one in found) > 1:
-            sys.stdout.write("\n" + comparison(found))
+        sys.stdout.write("\n".join("\n".join(text_of(facts)) for facts in results) + "\n")
+        if sum(facts["refused"] is None for facts in results) > 1:
+            sys.stdout.write("\n" + comparison(results))
     return 0
 
 
-def text_of(found: dict[str, Any]) -> list[str]:
+def text_of(facts: dict[str, Any]) -> list[str]:
     """Return a forecast as lines of text, for the terminal and the page."""
-    if "now" not in found:
-        return [f"{found['name']}: no forecast: {found['refused']}"]
-    place = f"{found['name']}, from step {found['begin']}: {found['now'][0]:.3f} now, after {found['spent']:.3g}"
-    if found["refused"] is None:
-        end, low, high = found["asymptote"]
+    if "now" not in facts:
+        return [f"{facts['name']}: no forecast: {facts['refused']}"]
+    place = f"{facts['name']}, from step {facts['begin']}: {facts['now'][0]:.3f} now, after {facts['spent']:.3g}"
+    if facts["refused"] is None:
+        end, low, high = facts["asymptote"]
         lines = [
-            f"{place} {found['unit']}; it approaches {end:.3f} ({low:.3f} to {high:.3f})",
-            f"  half of the gain came after {found['midpoint']:.3g} {found['unit']}; exponent {found['exponent']:.2g}",
-            f"  {_gain(found)}",
-            f"  {found['advice']}",
+            f"{place} {facts['unit']}; it approaches {end:.3f} ({low:.3f} to {high:.3f})",
+            f"  half of the gain came after {facts['midpoint']:.3g} {facts['unit']}; exponent {facts['exponent']:.2g}",
+            f"  {_gain(facts)}",
+            f"  {facts['advice']}",
         ]
     else:
-        lines = [f"{place} {found['unit']}; no asymptote: {found['refused']}", f"  {_gain(found)}"]
-    for test in found["backtests"]:
+        lines = [f"{place} {facts['unit']}; no asymptote: {facts['refused']}", f"  {_gain(facts)}"]
+    for test in facts["backtests"]:
         share = f"  from the first {test['share']:.0%}: "
         if test["hit"] is None:
             lines.append(share + "no forecast was possible")
@@ -325,18 +325,18 @@ def text_of(found: dict[str, Any]) -> list[str]:
     return lines
 
 
-def comparison(found: Sequence[dict[str, Any]]) -> str:
+def comparison(results: Sequence[dict[str, Any]]) -> str:
     """Return a table of the runs with an asymptote, the highest first: how far a recipe gets, apart from how fast."""
-    whole = sorted((one for one in found if one["refused"] is None), key=lambda one: -one["asymptote"][0])
+    whole = sorted((facts for facts in results if facts["refused"] is None), key=lambda facts: -facts["asymptote"][0])
     rows = [
         {
-            "run": one["name"],
-            "asymptote": f"{one['asymptote'][0]:.3f}",
-            "90 %": f"{one['asymptote'][1]:.3f} to {one['asymptote'][2]:.3f}",
-            "half after": f"{one['midpoint']:.3g} {one['unit']}",
-            "exponent": f"{one['exponent']:.2g}",
-            "now": f"{one['now'][0]:.3f}",
+            "run": facts["name"],
+            "asymptote": f"{facts['asymptote'][0]:.3f}",
+            "90 %": f"{facts['asymptote'][1]:.3f} to {facts['asymptote'][2]:.3f}",
+            "half after": f"{facts['midpoint']:.3g} {facts['unit']}",
+            "exponent": f"{facts['exponent']:.2g}",
+            "now": f"{facts['now'][0]:.3f}",
         }
-        for one in whole
+        for facts in whole
     ]
     return columns([list(rows[0]), *(list(row.values()) for row in rows)])

@@ -23,9 +23,9 @@ def outcome(curve: Curve) -> dict[str, Any]:
         for event in run.counted("validation")
     ]
     updated = any("policy/grad_norm" in line for run in curve.runs for line in run.metrics)
-    found: dict[str, Any] = {"scores": [], "steps": [], "words": "", "note": "", "updated": updated}
+    result: dict[str, Any] = {"scores": [], "steps": [], "words": "", "note": "", "updated": updated}
     if len(judged) < 2:
-        return found
+        return result
     (first_step, first), (last_step, last) = judged[0], judged[-1]
     before, after = part_of(first, "tasks"), part_of(last, "tasks")
     shared = [name for name in after if name in before]
@@ -35,10 +35,10 @@ def outcome(curve: Curve) -> dict[str, Any]:
         error = math.hypot(whole["before_se"] or 0.0, whole["after_se"] or 0.0)
         if whole["before"] is not None and whole["after"] is not None:
             sigmas, meaning = significance(whole["after"] - whole["before"], error)
-            found["words"] = f"{sigmas:.1f} standard errors: {meaning}."
+            result["words"] = f"{sigmas:.1f} standard errors: {meaning}."
     else:
-        found["note"] = "The first and the last validation have other sources; only the common ones are compared."
-    return found | {"scores": rows[:200], "steps": [first_step, last_step]}
+        result["note"] = "The first and the last validation have other sources; only the common ones are compared."
+    return result | {"scores": rows[:200], "steps": [first_step, last_step]}
 
 
 def _row(name: str, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:

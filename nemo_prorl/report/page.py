@@ -86,14 +86,14 @@ def _summary(data: dict[str, Any]) -> str:
 
 def _outcome(curve: dict[str, Any]) -> str:
     """Return in a sentence the held-out reward before and after; "" before the second validation."""
-    found = curve["outcome"]
-    whole = next((row for row in found["scores"] if row["name"] == "all"), None)
+    outcome = curve["outcome"]
+    whole = next((row for row in outcome["scores"] if row["name"] == "all"), None)
     if whole is None or whole["before"] is None or whole["after"] is None:
         return ""
-    first, last = found["steps"]
+    first, last = outcome["steps"]
     return (
         f"{curve['name']}: mean reward on held-out prompts {whole['before']:.3f} at step {first}, {whole['after']:.3f}"
-        f" at step {last}. {found['words']}"
+        f" at step {last}. {outcome['words']}"
     )
 
 

@@ -18,16 +18,16 @@ def probe(curve: Curve) -> dict[str, Any] | None:
         `rows`: for each source, the measured numbers and the advice.  `estimate`: tokens and generation time per step.
         `examples`: the best, the worst and the longest response of each source.  `samples`: responses per prompt.
     """
-    found = curve.runs[0].probe
-    rows = [_row(one) for one in _objects(found.get("sources"))]
+    data = curve.runs[0].probe
+    rows = [_row(source) for source in _objects(data.get("sources"))]
     if not rows:
         return None
-    estimate = part_of(found, "estimate")
+    estimate = part_of(data, "estimate")
     return {
-        "samples": number(found.get("samples")),
+        "samples": number(data.get("samples")),
         "rows": rows[:_SOURCES],
         "estimate": {key: number(estimate.get(key)) for key in _ESTIMATE},
-        "examples": [example for one in _objects(found.get("responses")) for example in _examples(one)][: 3 * _SOURCES],
+        "examples": [example for one in _objects(data.get("responses")) for example in _examples(one)][: 3 * _SOURCES],
     }
 
 
@@ -37,16 +37,16 @@ def _row(source: dict[str, Any]) -> dict[str, Any]:
 
 
 def _examples(source: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    for kind, one in zip(("best", "worst", "longest"), _objects(source.get("examples")), strict=False):
+    for kind, response in zip(("best", "worst", "longest"), _objects(source.get("examples")), strict=False):
         yield {
             "source": str(source.get("source")),
             "kind": kind,
-            "score": number(one.get("score")),
-            "tokens": number(one.get("tokens")),
-            "finished": one.get("finished") is True,
-            "text": str(one.get("text"))[:_TEXT],
+            "score": number(response.get("score")),
+            "tokens": number(response.get("tokens")),
+            "finished": response.get("finished") is True,
+            "text": str(response.get("text"))[:_TEXT],
         }
 
 
 def _objects(value: Any) -> list[dict[str, Any]]:
-    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []

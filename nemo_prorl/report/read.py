@@ -126,13 +126,13 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
 
 def with_arms(folders: list[Path]) -> list[Path]:
     """Return RUN arguments, with the arms that have begun in place of a fork's folder."""
-    found: list[Path] = []
+    runs: list[Path] = []
     for folder in folders:
         record = None if is_run(folder) else read_fork(folder)
-        found += [arm for one in record["arms"] if is_run(arm := folder / one["folder"])] if record else [folder]
-    if not found:
+        runs += [arm for entry in record["arms"] if is_run(arm := folder / entry["folder"])] if record else [folder]
+    if not runs:
         raise ConfigError(f"{folders[0]}: no arm of this fork has begun. Fix: repeat prorl report later")
-    return found
+    return runs
 
 
 def read_curves(folders: list[Path]) -> list[Curve]:
@@ -140,9 +140,9 @@ def read_curves(folders: list[Path]) -> list[Curve]:
     folders = with_arms(folders)
     curves, names = [], _short_names(folders)
     for folder, name in zip(folders, names, strict=True):
-        found, is_chain = run_folders(folder)
+        paths, is_chain = run_folders(folder)
         name = "".join(letter if letter.isprintable() else "?" for letter in name)
-        curves.append(Curve(name, folder, tuple(read_run(path) for path in found), is_chain))
+        curves.append(Curve(name, folder, tuple(read_run(path) for path in paths), is_chain))
     return curves
 
 
@@ -236,8 +236,8 @@ def _steps(path: Path, problems: list[str]) -> list[dict[str, Any]]:
 
 def rollout_files(folder: Path) -> dict[int, Path]:
     """Return the files of stored responses in a run's folder rollouts/ or disagreements/, by step."""
-    found = [(re.fullmatch(r"step-(\d{1,15})\.jsonl", path.name), path) for path in folder.glob("*.jsonl")]
-    return dict(sorted((int(match[1]), path) for match, path in found if match))
+    matches = [(re.fullmatch(r"step-(\d{1,15})\.jsonl", path.name), path) for path in folder.glob("*.jsonl")]
+    return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
 
 def step_of(line: dict[str, Any]) -> int | None:

@@ -36,9 +36,9 @@ def samples(curve: Curve, limit: int) -> dict[str, Any]:
     seen, room = 0, _PAGE_TEXT
     for stage, step in reversed(chosen):  # newest first
         run, offset = curve.runs[stage], curve.offsets[stage]
-        found, number_of_responses = _of_step(run, step, per_step)
+        stored_groups, number_of_responses = _of_step(run, step, per_step)
         seen += number_of_responses
-        for group, responses in found:
+        for group, responses in stored_groups:
             size = sum(len(item["response"]) for item in responses) + len(group["prompt"]) + len(group["truth"])
             if size <= room:
                 room -= size
@@ -86,7 +86,7 @@ def _read(path: Path, _changed: int, _size: int, limit: int | None) -> tuple[lis
     count = sum(len(items) for _, items in stored)
     if limit is None:
         return stored, count
-    by_task = {group["task"]: [one for one in stored if one[0]["task"] == group["task"]] for group, _ in stored}
+    by_task = {group["task"]: [pair for pair in stored if pair[0]["task"] == group["task"]] for group, _ in stored}
     kept: list[Group] = []
     for group, items in filter(None, chain.from_iterable(zip_longest(*by_task.values()))):  # a group per task in turn
         if limit > 0:
@@ -180,8 +180,8 @@ def shaping(run: RunRecord, item: dict[str, Any]) -> dict[str, Any]:
     if by_length:
         return {**item, "shaped": None, "shaping": f"{' and '.join(by_length)}: by token length, which is not stored"}
     if (penalty or factor != 1.0) and item["finished"] is False:
-        why = "unfinished:" + (f" x {factor:g}" if factor != 1.0 else "") + (f" -{penalty:g}" if penalty else "")
-        return {**item, "shaped": number(factor * item["score"] - penalty), "shaping": why}
+        reason = "unfinished:" + (f" x {factor:g}" if factor != 1.0 else "") + (f" -{penalty:g}" if penalty else "")
+        return {**item, "shaped": number(factor * item["score"] - penalty), "shaping": reason}
     return {**item, "shaped": item["score"], "shaping": "none"}
 
 

@@ -216,7 +216,7 @@ def fit_family(power: float, compute: Floats, scores: Floats, errors: Floats) ->
     start, asymptote = np.where(falls, flat, start), np.where(falls, flat, asymptote)
     residual_KN = (scores - start[:, None] * rest_KN - asymptote[:, None] * share_KN) / errors
     misfit = np.einsum("kn,kn->k", residual_KN, residual_KN)
-    found = FamilyFit(
+    family = FamilyFit(
         power=power,
         middle=grid[0],
         exponent=grid[1],
@@ -227,7 +227,7 @@ def fit_family(power: float, compute: Floats, scores: Floats, errors: Floats) ->
         log_volume=-0.5 * np.log(determinant),
         misfit=misfit,
     )
-    return found, np.asarray(residual_KN[np.argmin(misfit)])
+    return family, np.asarray(residual_KN[np.argmin(misfit)])
 
 
 def noise_of(residuals: Floats) -> Noise:
@@ -256,7 +256,7 @@ def fit(compute: Floats, scores: Floats, errors: Floats, seed: int = 0) -> Curve
     """
     errors = np.maximum(errors, 1e-4)  # a score of 0 or 1 has an error of 0
     fitted = [fit_family(power, compute, scores, errors) for power in FAMILIES]
-    best, residuals = min(fitted, key=lambda one: one[0].misfit.min())
+    best, residuals = min(fitted, key=lambda pair: pair[0].misfit.min())
     noise = noise_of(residuals)
     variance = noise.variance * noise.drift
     freedom = (len(scores) - _PARAMETERS) / noise.drift + _SCATTER_WEIGHT

@@ -53,11 +53,11 @@ def grid_of(curve: Curve, points: int) -> Grid:
 
 def keys_of(curve: Curve) -> list[str]:
     """Return all metrics that occur in any step."""
-    found: set[str] = set()
+    keys: set[str] = set()
     for run in curve.runs:
         for line in run.metrics:
-            found |= line.keys()
-    return sorted(found - {"step", "stage"})
+            keys |= line.keys()
+    return sorted(keys - {"step", "stage"})
 
 
 def metric(curve: Curve, key: str, grid: Grid) -> dict[str, Any] | None:
@@ -90,12 +90,12 @@ def metric(curve: Curve, key: str, grid: Grid) -> dict[str, Any] | None:
 
 def _column(lines: list[dict[str, Any]], key: str) -> list[float | None]:
     """Return a metric's value in each line, None unless it is a finite number."""
-    found = []
+    values = []
     for line in lines:
         value = line.get(key)
         # A float takes the short way, because a long run has 500,000 lines.
-        found.append(value if value.__class__ is float and isfinite(value) else number(value))
-    return found
+        values.append(value if value.__class__ is float and isfinite(value) else number(value))
+    return values
 
 
 def _stats(points: list[tuple[int, float]]) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def validations(curve: Curve, points: int) -> dict[str, dict[str, Any]]:
     scores: list[tuple[str, int, Any]] = []
     for run, offset in zip(curve.runs, curve.offsets, strict=True):
         for event in run.counted("validation"):
-            scores += [(name, offset + event["step"], one) for name, one in part_of(event, "tasks").items()]
+            scores += [(name, offset + event["step"], score) for name, score in part_of(event, "tasks").items()]
             scores.append(("all", offset + event["step"], event.get("all")))
     return _by_name(scores, points)
 
@@ -145,11 +145,11 @@ def benchmarks(curve: Curve, points: int) -> dict[str, dict[str, Any]]:
 
 def _by_name(scores: Iterable[tuple[str, int, Any]], points: int) -> dict[str, dict[str, Any]]:
     """Return the series of (name, step, score) by name; a score is an object with `mean` and `se`."""
-    found: dict[str, dict[int, tuple[float, float | None]]] = {}
+    by_name: dict[str, dict[int, tuple[float, float | None]]] = {}
     for name, step, score in scores:
         if isinstance(score, dict) and (mean := number(score.get("mean"))) is not None:
-            found.setdefault(name, {})[step] = (mean, number(score.get("se")))
-    return {name: _validation(sorted(by_step.items()), points) for name, by_step in sorted(found.items())}
+            by_name.setdefault(name, {})[step] = (mean, number(score.get("se")))
+    return {name: _validation(sorted(by_step.items()), points) for name, by_step in sorted(by_name.items())}
 
 
 def _validation(judged: list[tuple[int, tuple[float, float | None]]], points: int) -> dict[str, Any]:
@@ -169,10 +169,10 @@ def marks(curve: Curve) -> list[dict[str, Any]]:
 
     A mark has `kind`, `text` and `x`, its position: 100.5 is between the steps 100 and 101, counted over all stages.
     """
-    found = []
+    lines = []
     for run, offset in zip(curve.runs, curve.offsets, strict=True):
         if curve.is_chain:
-            found.append({"x": offset + 0.5, "kind": "stage", "text": run.name})
+            lines.append({"x": offset + 0.5, "kind": "stage", "text": run.name})
         resets = {event["step"]: str(event.get("reason", ""))[:200] for event in run.counted("reset_commit")}
-        found += [{"x": offset + at + 0.5, "kind": "reset", "text": why} for at, why in sorted(resets.items())]
-    return found
+        lines += [{"x": offset + at + 0.5, "kind": "reset", "text": reason} for at, reason in sorted(resets.items())]
+    return lines

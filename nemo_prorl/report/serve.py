@@ -83,10 +83,10 @@ class PageSource:
         paths += [folder / name for folder in self._evaluations for name in ("results.json", "comparison.json")]
         for path in paths:
             try:
-                found = path.stat()
+                state = path.stat()
             except OSError:
                 continue
-            yield str(path), found.st_mtime_ns, found.st_size
+            yield str(path), state.st_mtime_ns, state.st_size
 
 
 def application(source: PageSource) -> Starlette:

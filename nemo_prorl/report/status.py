@@ -93,7 +93,7 @@ def run_state(run_dir: Path) -> dict[str, Any]:
 
 
 def _trial(run: RunRecord) -> str | None:
-    """Return in words the trial of a hard reset that a run is in; None if it is in none."""
+    """Return as text the trial of a hard reset that a run is in; None if it is in none."""
     trial = part_of(part_of(newest_state(run.folder), "resets"), "trial")
     if trial.get("arm", "over") == "over":
         return None
@@ -102,16 +102,16 @@ def _trial(run: RunRecord) -> str | None:
     if trial["arm"] == "none":
         return text
     without = validations_of(step_folder(run.folder / "trials", begun) / "none", begun, last)
-    found = look(without, validations_of(run.folder, begun, last), run.setting("trainer.resets.trial_noise"))
-    return f"{text}; {f'with the reset at the last look {found[0].text(len(without))}' if found else 'no look so far'}"
+    pair = look(without, validations_of(run.folder, begun, last), run.setting("trainer.resets.trial_noise"))
+    return f"{text}; {f'with the reset at the last look {pair[0].text(len(without))}' if pair else 'no look so far'}"
 
 
 def _lowered(run: RunRecord) -> str | None:
-    """Return in words what hard resets do to the learning rate of the next step; None if nothing."""
+    """Return as text what hard resets do to the learning rate of the next step; None if nothing."""
     texts = [
-        f"{rate} (hard reset after step {one['step']})"
-        for one in run.counted("reset_commit")
-        if (rate := rate_in_words(one)) and ((until := number(one.get("lr_until"))) is None or until > run.last_step)
+        f"{rate} (hard reset after step {reset['step']})"
+        for reset in run.counted("reset_commit")
+        if (rate := rate_in_words(reset)) and ((end := number(reset.get("lr_until"))) is None or end > run.last_step)
     ]
     return "; ".join(texts) or None
 
@@ -168,10 +168,10 @@ def _last_start(run_dir: Path) -> tuple[str, float]:
     """Return the host on which the newest process of the run started, and when; the host is empty if unknown."""
     file = run_dir / ".lock"
     try:
-        found = re.match(r"process \d+ on ([^\s,]+)", file.read_text())
+        match = re.match(r"process \d+ on ([^\s,]+)", file.read_text())
     except (OSError, ValueError):
-        found = None
-    return found[1] if found else "", modified(file)
+        match = None
+    return match[1] if match else "", modified(file)
 
 
 def _launches(run: RunRecord) -> dict[str, Any]:

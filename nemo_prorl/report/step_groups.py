@@ -62,25 +62,25 @@ class StoredStep:
     def logprobs(self) -> list[Logprobs]:
         """Return the engine's log-probabilities of each response, and the trainer's where the run has stored them."""
         trainer = read_trainer_logprobs(self.run_dir, self.step, self.groups)
-        found: list[Logprobs] = []
+        logprobs: list[Logprobs] = []
         for number, (group, k) in enumerate(self.responses):
             known = {"engine": group.responses[k].logprobs}
             if trainer is not None and group.valid[k]:
                 known["trainer"] = trainer[number]
-            found.append(known)
-        return found
+            logprobs.append(known)
+        return logprobs
 
     def shown(self, logprobs: Mapping[int, Logprobs]) -> list[ShownGroup]:
         """Return the responses with these numbers, in their groups, with these log-probabilities."""
-        found: dict[int, list[ShownResponse]] = {}
+        responses: dict[int, list[ShownResponse]] = {}
         for number, known in sorted(logprobs.items()):
             group, _ = self.responses[number]
-            found.setdefault(group.draw_index, []).append(self._response(number, known))
+            responses.setdefault(group.draw_index, []).append(self._response(number, known))
         heading = "draw {0.draw_index}, {0.task} {0.prompt_id}: mean score {0.mean_reward:.3g}"
         return [
-            ShownGroup(draw, heading.format(group), self._tokenizer.decode(group.prompt_ids), found[draw])
+            ShownGroup(draw, heading.format(group), self._tokenizer.decode(group.prompt_ids), responses[draw])
             for group in self.groups
-            if (draw := group.draw_index) in found
+            if (draw := group.draw_index) in responses
         ]
 
     def _response(self, number: int, logprobs: Logprobs) -> ShownResponse:
@@ -104,15 +104,15 @@ def gap_in_words(logprobs: Logprobs) -> str:
 
 def _first(groups: Sequence[Group], most: int) -> set[int]:
     """Return the draws of the first groups that fit into a page, with at most `most` responses (-1: no limit)."""
-    found: set[int] = set()
+    draws: set[int] = set()
     responses = tokens = 0
     for group in groups:
         responses += len(group.responses)
         tokens += sum(len(response.token_ids) for response in group.responses)
-        if (found and tokens > _PAGE_TOKENS) or 0 <= most < responses:
+        if (draws and tokens > _PAGE_TOKENS) or 0 <= most < responses:
             break
-        found.add(group.draw_index)
-    return found
+        draws.add(group.draw_index)
+    return draws
 
 
 def _row(group: Group, logprobs: Sequence[Logprobs]) -> tuple[str, ...]:

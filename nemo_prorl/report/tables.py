@@ -101,9 +101,9 @@ def _short(text: str | None) -> str:
 def differences(curves: list[Curve]) -> list[dict[str, Any]]:
     """Return the settings in which the curves' first runs differ: `key`, and `values` with one value per curve."""
     flat = [_flat(curve.runs[0].config) for curve in curves]
-    keys = [key for key in sorted({key for one in flat for key in one}) if len({one.get(key) for one in flat}) > 1]
-    keys.sort(key=lambda key: any(key not in one for one in flat))  # keys missing in an older version come last
-    return [{"key": key, "values": [_short(one.get(key)) for one in flat]} for key in keys[:200]]
+    keys = [key for key in sorted({key for run in flat for key in run}) if len({run.get(key) for run in flat}) > 1]
+    keys.sort(key=lambda key: any(key not in run for run in flat))  # keys missing in an older version come last
+    return [{"key": key, "values": [_short(run.get(key)) for run in flat]} for key in keys[:200]]
 
 
 def configuration(run: RunRecord) -> dict[str, Any]:
@@ -184,26 +184,26 @@ def _event(run: RunRecord, offset: int, event: dict[str, Any]) -> dict[str, Any]
     own = step_of(event)
     if event["event"] == "validation":
         mean, error = (number(part_of(event, "all").get(key)) for key in ("mean", "se"))
-        what = f"held-out mean {mean:.4f}" if mean is not None else "no mean"
-        what += f" ± {error:.4f}" if error is not None else ""
+        text = f"held-out mean {mean:.4f}" if mean is not None else "no mean"
+        text += f" ± {error:.4f}" if error is not None else ""
     elif event["event"] == "trial_end":
-        what = trial_outcome(event)
+        text = trial_outcome(event)
     else:
         rest = {key: value for key, value in event.items() if key not in _COMMON and not key.endswith("sha256")}
-        what = "; ".join(f"{key}: {v if isinstance(v, str) else json.dumps(v)}" for key, v in rest.items())
+        text = "; ".join(f"{key}: {v if isinstance(v, str) else json.dumps(v)}" for key, v in rest.items())
         if set(rest) <= {"what", "reason"}:
-            what = "; ".join(map(str, rest.values()))
+            text = "; ".join(map(str, rest.values()))
     return {
         "stage": run.name,
         "step": None if own is None else offset + own,
         "time": number(event.get("time")),
         "event": event["event"][:40],
-        "what": what[:_TEXT],
+        "what": text[:_TEXT],
     }
 
 
 def trial_outcome(end: dict[str, Any]) -> str:
-    """Return in words how a trial of a hard reset ended, from its line `trial_end`."""
+    """Return as text how a trial of a hard reset ended, from its line `trial_end`."""
     mean, se, looks = (number(end.get(key)) or 0.0 for key in ("difference", "se", "looks"))
     shown = (
         f"with the reset {PairedDifference(mean, se).text(min(max(1, int(looks)), 10**6))} held out; " if se > 0 else ""
@@ -231,9 +231,9 @@ def _launch(run: RunRecord, launch: dict[str, Any]) -> dict[str, Any]:
     kind = f"launch {launch['event']}"
     if launch["event"] == "begin":
         nodes = launch.get("nodes")
-        what = f"job {launch.get('job')}, attempt {launch.get('attempt')}"
-        what += f", on {', '.join(map(str, nodes))}" if isinstance(nodes, list) else ""
+        text = f"job {launch.get('job')}, attempt {launch.get('attempt')}"
+        text += f", on {', '.join(map(str, nodes))}" if isinstance(nodes, list) else ""
     else:
-        what = f"{launch.get('what') or 'ended'}; code {launch.get('code')}, next: {launch.get('next')}"
+        text = f"{launch.get('what') or 'ended'}; code {launch.get('code')}, next: {launch.get('next')}"
         kind = kind if launch.get("code") in (0, 75) else "failure"
-    return {"stage": run.name, "step": None, "time": number(launch.get("time")), "event": kind, "what": what[:_TEXT]}
+    return {"stage": run.name, "step": None, "time": number(launch.get("time")), "event": kind, "what": text[:_TEXT]}

@@ -78,7 +78,7 @@ def _table(rows: Sequence[Sequence[str]], shown: set[int]) -> str:
 def _section(group: ShownGroup) -> str:
     prompt = f"<details><summary>prompt</summary><pre>{html.escape(group.prompt)}</pre></details>"
     heading = f'<h2 id="draw-{group.draw}">{html.escape(group.heading)}</h2>'
-    return f"<section>{heading}{prompt}{''.join(_response(one) for one in group.responses)}</section>"
+    return f"<section>{heading}{prompt}{''.join(_response(response) for response in group.responses)}</section>"
 
 
 def _response(shown: ShownResponse) -> str:

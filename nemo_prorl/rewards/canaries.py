@@ -76,8 +76,8 @@ class CanarySchedule:
     def __init__(self, registry: Registry, tasks: Iterable[str], responses_per_step: int, seed: int) -> None:
         wanted = sorted(set(tasks))
         plugins = {plugin.name: plugin for plugin in map(registry.plugin_of_task, wanted)}
-        every = [one for plugin in plugins.values() for one in requests_of(plugin.tasks, plugin.canaries())]
-        of_task = ([one for one in every if one.request["task"] == task] for task in wanted)
+        every = [canary for plugin in plugins.values() for canary in requests_of(plugin.tasks, plugin.canaries())]
+        of_task = ([canary for canary in every if canary.request["task"] == task] for task in wanted)
         self._of_task = [canaries for canaries in of_task if canaries]
         self._hundredths = min(responses_per_step, RESPONSES_PER_CANARY * MOST_PER_STEP)
         self._seed = seed
@@ -113,8 +113,8 @@ async def ask(
 def total(counts: Iterable[Counter[str]]) -> dict[str, int]:
     """Return the sums of several counts; unlike with `+`, a sum of 0 is kept."""
     sums: Counter[str] = Counter()
-    for one in counts:
-        sums.update(one)
+    for count in counts:
+        sums.update(count)
     return dict(sums)
 
 

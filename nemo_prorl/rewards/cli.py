@@ -111,9 +111,9 @@ def _list(as_json: bool) -> int:
         text += f"; second verifier: {plugin.second}" if plugin.second else ""
         text += f"; is the second verifier of {row['second_of']}, not for training" if row["second_of"] else ""
         _write(sys.stdout, json.dumps(row) if as_json else text)
-    for name, why in sorted(registry.broken.items()):
-        row = {"name": name, "state": "broken", "why": why}
-        _write(sys.stdout, json.dumps(row) if as_json else f"{name:<16} {'broken':<8} {why}")
+    for name, reason in sorted(registry.broken.items()):
+        row = {"name": name, "state": "broken", "why": reason}
+        _write(sys.stdout, json.dumps(row) if as_json else f"{name:<16} {'broken':<8} {reason}")
     if not registry.plugins and not registry.broken:
         _log.warning("no reward plugin is installed.  Fix: pip install one, for example from reward_plugins/")
     return 0
@@ -184,8 +184,8 @@ def _functions(overrides: list[str]) -> dict[str, str]:
 
 def _seconds(overrides: list[str]) -> float:
     """Return the CPU seconds of a reward function.  Raises ConfigError unless they are a number above 0."""
-    given = [one.partition("=")[2] for one in overrides if one.startswith(f"{_TIME}=")]
-    text = given[-1] if given else str(RewardsConfig().functions_time_s)
+    values = [override.partition("=")[2] for override in overrides if override.startswith(f"{_TIME}=")]
+    text = values[-1] if values else str(RewardsConfig().functions_time_s)
     try:
         seconds = float(text)
     except ValueError:

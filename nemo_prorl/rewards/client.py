@@ -103,9 +103,9 @@ class _Endpoints:
 
     def _read(self) -> None:
         known: dict[str, _Endpoint] = {}
-        for found in endpoints_in(self._folder):
-            if found.kind == "rewards" and found.ready:
-                known[found.url] = self._known.get(found.url) or _Endpoint(found.url, found.name)
+        for endpoint in endpoints_in(self._folder):
+            if endpoint.kind == "rewards" and endpoint.ready:
+                known[endpoint.url] = self._known.get(endpoint.url) or _Endpoint(endpoint.url, endpoint.name)
         self._known = known
 
     def known(self) -> list[_Endpoint]:
@@ -179,9 +179,9 @@ class RewardClient:
         if self._open and not any(server.posted for server in self._endpoints.known()):
             return f"{self._open} requests wait for a reward server: {self._last_error}"
         for server in self._endpoints.known():
-            waits = [one for bundle in list(server.posted) for one in bundle if not one.future.done()]
+            waits = [request for bundle in list(server.posted) for request in bundle if not request.future.done()]
             if waits:
-                oldest = min(waits, key=lambda one: one.began)
+                oldest = min(waits, key=lambda request: request.began)
                 silent_s, open_s = now - max(server.answered_at, oldest.began), now - oldest.began
                 parts.append(
                     f"{server.name} has {len(waits)} open requests, no verdict for {silent_s:.0f} s, the oldest open"
@@ -206,7 +206,7 @@ class RewardClient:
         waiting.deadline.progressed(judged_at[-1])
         if late and not waiting.deadline.passed and now - self._slow_warned_at >= _WARN_FAILURE_EVERY_S:
             self._slow_warned_at = now
-            left = sum(not one.future.done() for bundle in server.posted for one in bundle)
+            left = sum(not request.future.done() for bundle in server.posted for request in bundle)
             each = (judged_at[-1] - judged_at[0]) / max(1, len(judged_at) - 1)
             _log.warning(
                 "a response of task %s has waited %.0f s for its verdict: %s has %d open requests, and judges one every"

@@ -89,16 +89,16 @@ class Report:
         return [outcome.check for outcome in self.outcomes if outcome.state == "failed"]
 
     def lines(self) -> list[str]:
-        found = []
+        lines = []
         for outcome in self.outcomes:
-            found.append(f"{outcome.state:<7}  {outcome.check:<11}  {outcome.text}")
+            lines.append(f"{outcome.state:<7}  {outcome.check:<11}  {outcome.text}")
             if outcome.state == "failed":
-                found.append(f"{'':<7}  {'':<11}  fix: {outcome.fix}")
+                lines.append(f"{'':<7}  {'':<11}  fix: {outcome.fix}")
         counts = Counter(outcome.state for outcome in self.outcomes)
-        found.append(", ".join(f"{counts[state]} {state}" for state in ("passed", "failed", "skipped")))
+        lines.append(", ".join(f"{counts[state]} {state}" for state in ("passed", "failed", "skipped")))
         if counts["skipped"]:
-            found[-1] += ": a skipped check proves nothing; most need `examples()` of the plugin, or --examples"
-        return found
+            lines[-1] += ": a skipped check proves nothing; most need `examples()` of the plugin, or --examples"
+        return lines
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -231,7 +231,7 @@ def _probe(trial: _Trial, settings: dict[str, Any]) -> dict[str, Any]:
     sandboxed = trial.plugin.needs_sandbox
     requests = [] if sandboxed else [case.request.to_json() for case in trial.kind("good", "bad")]
     probe_task = {"settings": settings, "prepare": not sandboxed, "requests": requests}
-    probe_task["truths"] = [one.truth for one in trial.trials]
+    probe_task["truths"] = [truth.truth for truth in trial.trials]
     command = [sys.executable, "-B", "-m", "nemo_prorl.rewards.import_probe", str(os.getpid()), trial.plugin.name]
     pipe = subprocess.PIPE
     process = subprocess.Popen(
@@ -239,18 +239,18 @@ def _probe(trial: _Trial, settings: dict[str, Any]) -> dict[str, Any]:
     )
     try:
         out, _ = process.communicate(json.dumps(probe_task), timeout=PROBE_S)
-        found: dict[str, Any] = json.loads(out)
+        findings: dict[str, Any] = json.loads(out)
     except subprocess.TimeoutExpired:
-        found = {"failed": f"import, prepare and the examples took over {PROBE_S:g} s"}
+        findings = {"failed": f"import, prepare and the examples took over {PROBE_S:g} s"}
     except ValueError:
-        found = {"failed": f"the process ended with status {process.wait()}"}
+        findings = {"failed": f"the process ended with status {process.wait()}"}
     finally:
         try:
             os.killpg(process.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
         process.wait()
-    return {"import": None, "network": [], "truths": [], "failed": None, **found}
+    return {"import": None, "network": [], "truths": [], "failed": None, **findings}
 
 
 # --- checks of the observations --------------------------------------------------------------------------------------
@@ -274,8 +274,8 @@ def _outcome(trial: _Trial, check: str) -> CheckOutcome:
             if trial.failed and check != "start":
                 raise _Skip("no worker starts")
         return CheckOutcome(check, "passed", _CHECKERS.get(check, _hostile)(trial, check))
-    except _Skip as why:
-        return CheckOutcome(check, "skipped", str(why))
+    except _Skip as skip:
+        return CheckOutcome(check, "skipped", str(skip))
     except _CheckFailed as fault:
         return CheckOutcome(check, "failed", one_line(str(fault)), CHECKS[check])
 
@@ -342,16 +342,16 @@ def _truth(trial: _Trial, check: str) -> str:
     if trial.probe["failed"]:
         raise _Skip(f"the plugin could not be tried: {trial.probe['failed']}")
     accepted: dict[tuple[str, str], bool] = {}
-    for one, seen in zip(trial.trials, trial.probe["truths"], strict=True):
-        where = f"{one.example}: truth.{one.key} {one.wrong}" if one.key else f"{one.example}: its truth"
+    for truth, seen in zip(trial.trials, trial.probe["truths"], strict=True):
+        where = f"{truth.example}: truth.{truth.key} {truth.wrong}" if truth.key else f"{truth.example}: its truth"
         if seen["raised"] not in ("", "ValueError"):
             raise _CheckFailed(f"{where}: validate_truth raises {seen['raised']}: {seen['text']}")
-        if seen["raised"] and not one.key:
+        if seen["raised"] and not truth.key:
             raise _CheckFailed(f"{where} is refused: {seen['text']}")
-        if seen["raised"] and one.key not in seen["text"]:
+        if seen["raised"] and truth.key not in seen["text"]:
             raise _CheckFailed(f"{where}: refused without naming the field: {seen['text']}")
-        if one.key and one.wrong != "missing":
-            accepted[one.example, one.key] = accepted.get((one.example, one.key), True) and not seen["raised"]
+        if truth.key and truth.wrong != "missing":
+            accepted[truth.example, truth.key] = accepted.get((truth.example, truth.key), True) and not seen["raised"]
     if free := [f"{example}: truth.{key}" for (example, key), every in accepted.items() if every]:
         raise _CheckFailed(
             f"{free[0]} is not checked: null, true, -1.5, a string, a list and an object are all accepted"
@@ -412,9 +412,9 @@ def _determinism(trial: _Trial, check: str) -> str:
     return f"{len(trial.second)} requests have equal verdicts in another worker, order and hash seed"
 
 
-def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    key = next(key for key in one if one[key] != other.get(key))
-    return f"{key} is {one[key]!r}, then {other.get(key)!r}"
+def _difference(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
+    key = next(key for key in first if first[key] != second.get(key))
+    return f"{key} is {first[key]!r}, then {second.get(key)!r}"
 
 
 def _concurrency(trial: _Trial, check: str) -> str:

@@ -92,10 +92,10 @@ def shell(good: str, bad: str) -> tuple[str, str]:
     return before, reversed_after[::-1]
 
 
-def _shared(one: str, other: str) -> str:
+def _shared(first: str, second: str) -> str:
     """Return the longest common prefix of two texts."""
-    pairs = zip(one, other, strict=False)
-    return one[: next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))]
+    pairs = zip(first, second, strict=False)
+    return first[: next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))]
 
 
 def _thinking(example: Example, name: str) -> Iterator[tuple[str, str, str | None]]:
@@ -156,7 +156,7 @@ def canary_cases(plugin: type[RewardPlugin]) -> list[Case]:
         return []
     sent = requests_of(plugin.tasks, plugin.canaries())
     kinds = {True: "right canary", False: "wrong canary"}
-    return [Case(kinds[one.right], one.request["id"], RewardRequest.from_json(one.request)) for one in sent]
+    return [Case(kinds[canary.right], canary.request["id"], RewardRequest.from_json(canary.request)) for canary in sent]
 
 
 @dataclass(frozen=True)

@@ -80,9 +80,9 @@ class Registry:
 
     def unknown(self, task: str) -> str:
         """Return the message for a task that no plugin judges, without the fix."""
-        broken = "".join(f"; plugin {name!r} is broken: {why}" for name, why in sorted(self.broken.items()))
+        broken = "".join(f"; plugin {name!r} is broken: {reason}" for name, reason in sorted(self.broken.items()))
         seconds = self.seconds()
-        tasks = (f"{one} (second verifier of {seconds[one]})" if one in seconds else one for one in self.tasks())
+        tasks = (f"{name} (second verifier of {seconds[name]})" if name in seconds else name for name in self.tasks())
         return f"no reward plugin judges task {task!r}; known: {_names(tasks)}{broken}"
 
 
@@ -126,25 +126,25 @@ def discover(
     Raises:
         ConfigError: A function cannot be loaded, or its task has a plugin already.
     """
-    found = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP) if entry_points is None else entry_points
+    points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP) if entry_points is None else entry_points
     plugins: dict[str, type[RewardPlugin]] = {}
     broken: dict[str, str] = {}
     owner: dict[str, str] = {}
-    for point in sorted(set(found), key=lambda point: (point.name, point.value)):
+    for point in sorted(set(points), key=lambda point: (point.name, point.value)):
         try:
             plugin = point.load()
-            why = _fault(point.name, plugin)
+            fault = _fault(point.name, plugin)
         except Exception as error:
-            why = f"{type(error).__name__}: {error} (entry point {point.value})"
-        if why is None and point.name in plugins:
-            why = f"two installed packages register it, the second as {point.value}; uninstall one"
+            fault = f"{type(error).__name__}: {error} (entry point {point.value})"
+        if fault is None and point.name in plugins:
+            fault = f"two installed packages register it, the second as {point.value}; uninstall one"
             del plugins[point.name]
-        taken = [] if why else [task for task in plugin.tasks if task in owner]
+        taken = [] if fault else [task for task in plugin.tasks if task in owner]
         if taken:
-            why = f"task {taken[0]!r} is already judged by plugin {owner[taken[0]]!r}; uninstall one of them"
-        if why is not None:
-            broken[point.name] = why
-            _log.warning("reward plugin %r is broken: %s", point.name, why)
+            fault = f"task {taken[0]!r} is already judged by plugin {owner[taken[0]]!r}; uninstall one of them"
+        if fault is not None:
+            broken[point.name] = fault
+            _log.warning("reward plugin %r is broken: %s", point.name, fault)
             continue
         plugins[point.name] = plugin
         owner.update(dict.fromkeys(plugin.tasks, point.name))
@@ -171,8 +171,8 @@ def scorer_of(plugin: type[RewardPlugin]) -> str:
     file = Path(top.__file__ or sys.modules[plugin.__module__].__file__ or "")
     files = sorted(file.parent.rglob("*.py")) if file.name == "__init__.py" else [file]
     digest = hashlib.sha256()
-    for one in files:
-        digest.update(f"{one.relative_to(file.parent)} {hashlib.sha256(one.read_bytes()).hexdigest()}\n".encode())
+    for path in files:
+        digest.update(f"{path.relative_to(file.parent)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return f"plugin {plugin.name} {digest.hexdigest()}"
 
 

@@ -41,12 +41,12 @@ _TASK = re.compile(r"([\w.-]+)=(.+)")
 def is_function(name: str) -> bool:
     """Return whether a plugin's name has the form TASK=FILE.py:FUNCTION, or several of them with weights."""
     match = _TASK.fullmatch(name)
-    return match is not None and all(_FUNCTION.fullmatch(one) for one in match[2].split(_AND))
+    return match is not None and all(_FUNCTION.fullmatch(part) for part in match[2].split(_AND))
 
 
 def absolute(place: str) -> str:
     """Return the value of `rewards.functions.TASK` with absolute paths."""
-    return _AND.join(os.path.abspath(one.strip()) for one in place.split(_AND))
+    return _AND.join(os.path.abspath(part.strip()) for part in place.split(_AND))
 
 
 def place_of(function: Callable[..., Any], key: str) -> str:
@@ -74,13 +74,13 @@ def place_of(function: Callable[..., Any], key: str) -> str:
 
 def places(functions: Mapping[str, str]) -> list[str]:
     """Return FILE.py:FUNCTION of each function in `rewards.functions`."""
-    matches = [_FUNCTION.fullmatch(one.strip()) for place in functions.values() for one in place.split(_AND)]
+    matches = [_FUNCTION.fullmatch(part.strip()) for place in functions.values() for part in place.split(_AND)]
     return [f"{match['file']}:{match['function']}" for match in matches if match is not None]
 
 
 def files_of(place: str) -> list[Path]:
     """Return the files in the value of `rewards.functions.TASK`; another value has none."""
-    return [Path(one.rpartition(":")[0]).absolute() for one in places({"": place})]
+    return [Path(part.rpartition(":")[0]).absolute() for part in places({"": place})]
 
 
 def code_of(cfg: Any) -> dict[str, str]:
@@ -97,7 +97,7 @@ def changed_code(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]
 
 def identity(place: str) -> str:
     """Return the value of `rewards.functions.TASK` with `own_functions.sha256` of each function instead of its path."""
-    matches = [_FUNCTION.fullmatch(one.strip()) for one in place.split(_AND)]
+    matches = [_FUNCTION.fullmatch(part.strip()) for part in place.split(_AND)]
     parts = [(match["file"], match[0].removeprefix(match["file"])) for match in matches if match is not None]
     return _AND.join(sha256(f"{file}:_") + function for file, function in parts)
 
@@ -134,7 +134,7 @@ def function_plugin(name: str) -> type[RewardPlugin]:
     match = _TASK.fullmatch(name)
     assert match is not None, name
     task, key = match[1], f"rewards.functions.{name}"
-    functions = [_function(one, key) for one in match[2].split(_AND)]
+    functions = [_function(part, key) for part in match[2].split(_AND)]
     names = _distinct([function.__name__ for function, _ in functions])
     whole = sum(weight for _, weight in functions)
     if whole <= 0:

@@ -38,8 +38,8 @@ DETAIL_CHARS = 500
 class WrongValue(ValueError):
     """A value that a reward function must not return.  `place`: FILE:LINE of the function."""
 
-    def __init__(self, what: str, place: str) -> None:
-        super().__init__(what)
+    def __init__(self, message: str, place: str) -> None:
+        super().__init__(message)
         self.place = place
 
 
@@ -301,15 +301,15 @@ def read_verdict(obj: Any, request_id: str) -> Verdict:
     """
     if not isinstance(obj, dict):
         raise ValueError(f"field 'verdict' is {obj!r}; it must be an object, as `prorl rewards score` writes it")
-    found = {key: obj.get(key) for key in Verdict.__annotations__}
-    score, failure = found["score"], found["failure"]
+    fields = {key: obj.get(key) for key in Verdict.__annotations__}
+    score, failure = fields["score"], fields["failure"]
     number = isinstance(score, (int, float)) and not isinstance(score, bool)
     rules = {
-        "id": (found["id"] == request_id, f"the request's id is {request_id!r}"),
+        "id": (fields["id"] == request_id, f"the request's id is {request_id!r}"),
         "score": (score is None or (number and 0 <= score <= 1), "it must be a number from 0 to 1, or null"),
-        "correct": (found["correct"] is None or isinstance(found["correct"], bool), "it must be true, false or null"),
-        "parts": (isinstance(found["parts"], dict), "it must be an object"),
-        "detail": (isinstance(found["detail"], str), "it must be a string"),
+        "correct": (fields["correct"] is None or isinstance(fields["correct"], bool), "it must be true, false or null"),
+        "parts": (isinstance(fields["parts"], dict), "it must be an object"),
+        "detail": (isinstance(fields["detail"], str), "it must be a string"),
         "failure": (failure in (None, *FAILURES), f"it must be null or one of {', '.join(FAILURES)}"),
     }
     for key, (is_valid, rule) in rules.items():
@@ -318,7 +318,7 @@ def read_verdict(obj: Any, request_id: str) -> Verdict:
     if (score is None) != (failure == "infrastructure"):
         rule = "it must be null if failure is 'infrastructure', otherwise a number"
         raise ValueError(f"field 'verdict.score' is {score!r} with failure {failure!r}; {rule}")
-    return cast(Verdict, found)
+    return cast(Verdict, fields)
 
 
 _shown: set[str] = set()  # places whose traceback is in the log

@@ -98,8 +98,8 @@ class _Job:
 class WorkerGone(Exception):
     """The worker is dead or must be killed; `failure` is the failure kind of the verdict on its current request."""
 
-    def __init__(self, why: str, failure: str = "infrastructure") -> None:
-        super().__init__(why)
+    def __init__(self, reason: str, failure: str = "infrastructure") -> None:
+        super().__init__(reason)
         self.failure = failure
 
 
@@ -126,17 +126,17 @@ class _Worker:
         Raises:
             RewardFailure: The worker reported an error, died, or was not ready within STARTUP_S.
         """
-        ours, theirs = socket.socketpair()
-        numbers = [theirs.fileno(), os.getpid(), spec.memory_mb, int(spec.unsafe_no_sandbox)]
+        own_end, worker_end = socket.socketpair()
+        numbers = [worker_end.fileno(), os.getpid(), spec.memory_mb, int(spec.unsafe_no_sandbox)]
         arguments = [*map(str, numbers), spec.plugin, json.dumps(spec.settings)]
-        with theirs:
-            reader, writer = await asyncio.open_connection(sock=ours, limit=_MAX_LINE)
+        with worker_end:
+            reader, writer = await asyncio.open_connection(sock=own_end, limit=_MAX_LINE)
             try:
                 process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-m", "nemo_prorl.rewards.worker", *arguments),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=2,  # keep what plugins print out of this process's standard output, which has the results
-                    pass_fds=(theirs.fileno(),),
+                    pass_fds=(worker_end.fileno(),),
                     env=worker_environment(spec.hash_seed),
                     start_new_session=True,
                 )
@@ -148,13 +148,13 @@ class _Worker:
             async with asyncio.timeout(STARTUP_S):  # asyncio.wait_for of Python 3.11 may lose a cancellation
                 first = await worker.receive()
             if not isinstance(first, dict) or "ready" not in first:
-                why = first["failed"] if isinstance(first, dict) and "failed" in first else f"it sent {first!r:.80}"
-                raise RewardFailure(f"reward plugin {spec.plugin!r} cannot start: {why}")
+                reason = first["failed"] if isinstance(first, dict) and "failed" in first else f"it sent {first!r:.80}"
+                raise RewardFailure(f"reward plugin {spec.plugin!r} cannot start: {reason}")
         except BaseException as error:
             worker.kill()
             if isinstance(error, WorkerGone):
-                why = "died during its start. Fix: the lines above, or the reward server's log, have its last output"
-                raise RewardFailure(f"a worker of reward plugin {spec.plugin!r} {why}") from error
+                reason = "died during its start. Fix: the lines above, or the reward server's log, have its last output"
+                raise RewardFailure(f"a worker of reward plugin {spec.plugin!r} {reason}") from error
             if isinstance(error, TimeoutError):
                 late = (
                     f"a worker of reward plugin {spec.plugin!r} was not ready after {STARTUP_S:g} s. Fix: import less"
@@ -373,8 +373,8 @@ class PluginPool:
         if workers:
             await asyncio.wait({worker.ended for worker in workers}, timeout=END_S)
         if left := [worker.process.pid for worker in workers if not worker.ended.done()]:
-            why = f"had not ended {END_S:g} s after SIGKILL. Fix: look for a file system or a device that hangs"
-            _log.error("workers of plugin %r (processes %s) %s", self.spec.plugin, left, why)
+            fault = f"had not ended {END_S:g} s after SIGKILL. Fix: look for a file system or a device that hangs"
+            _log.error("workers of plugin %r (processes %s) %s", self.spec.plugin, left, fault)
 
     async def _run_slot(self, worker: _Worker) -> None:
         while True:

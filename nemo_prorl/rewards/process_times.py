@@ -40,11 +40,11 @@ def _cpu_s_with_below(pid: int) -> float:
 
 
 def _children(pid: int) -> list[int]:
-    found = []
+    pids = []
     for task in os.listdir(f"/proc/{pid}/task"):
         with contextlib.suppress(OSError):  # the thread ended, or the kernel was built without this file
-            found += Path(f"/proc/{pid}/task/{task}/children").read_text().split()
-    return list(map(int, found))
+            pids += Path(f"/proc/{pid}/task/{task}/children").read_text().split()
+    return list(map(int, pids))
 
 
 def is_stopped(pid: int) -> bool:

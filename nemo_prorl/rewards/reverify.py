@@ -127,8 +127,8 @@ def rollout_files(source: Path) -> list[Path]:
 
 
 def _step_of(path: Path) -> int | None:
-    found = re.fullmatch(r"step-(\d+)\.jsonl", path.name)
-    return int(found[1]) if found else None
+    match = re.fullmatch(r"step-(\d+)\.jsonl", path.name)
+    return int(match[1]) if match else None
 
 
 def _rewards_of(file: Path, needed: bool) -> dict[str, Any]:
@@ -196,12 +196,12 @@ def differs(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     return any(not _alike(old[key], new[key]) for key in _JUDGED)
 
 
-def _alike(one: Any, other: Any) -> bool:
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_alike(one[key], other[key]) for key in one)
-    if any(isinstance(value, bool) or not isinstance(value, (int, float)) for value in (one, other)):
-        return bool(one == other and isinstance(one, bool) == isinstance(other, bool))
-    return math.isclose(one, other, rel_tol=0.0, abs_tol=_TOLERANCE)
+def _alike(first: Any, second: Any) -> bool:
+    if isinstance(first, dict) and isinstance(second, dict):
+        return first.keys() == second.keys() and all(_alike(first[key], second[key]) for key in first)
+    if any(isinstance(value, bool) or not isinstance(value, (int, float)) for value in (first, second)):
+        return bool(first == second and isinstance(first, bool) == isinstance(second, bool))
+    return math.isclose(first, second, rel_tol=0.0, abs_tol=_TOLERANCE)
 
 
 def _row(stored: Stored, new: Verdict, changed: bool) -> dict[str, Any]:

@@ -103,7 +103,7 @@ class SecondVerdicts:
         self.disagreements: list[dict[str, Any]] = []  # the first KEPT_PER_STEP, each a request with both verdicts
 
     def offer(self, number: int, request: dict[str, Any], verdict: Verdict) -> None:
-        """Request a second verdict on a judged response if the response is in the sample; return at once."""
+        """Request a second verdict on a judged response if the response is in the sample; return immediately."""
         if number >= self._end or verdict["score"] is None or not self._verifiers.chooses(number):
             return
         if second := self._verifiers.task_for(request):
@@ -112,10 +112,10 @@ class SecondVerdicts:
     async def _ask(self, request: dict[str, Any], verdict: Verdict, second: str) -> dict[str, Any] | None:
         """Return the request with both verdicts; None if the second verdict is missing."""
         deadline = Deadline(self._seconds, f"the second verdict on {request['id']}")
-        found = await self._score({**request, "task": second}, deadline)
-        if found["failure"] in ("timeout", "infrastructure"):
+        second_verdict = await self._score({**request, "task": second}, deadline)
+        if second_verdict["failure"] in ("timeout", "infrastructure"):
             return None
-        return {**request, "verdict": verdict, "second_task": second, "second_verdict": found}
+        return {**request, "verdict": verdict, "second_task": second, "second_verdict": second_verdict}
 
     async def __aenter__(self) -> "SecondVerdicts":
         return self
@@ -128,9 +128,9 @@ class SecondVerdicts:
             for task in self._open.values():
                 task.cancel()
             ended = await asyncio.gather(*self._open.values(), return_exceptions=True)
-        for _, one in sorted(zip(self._open, ended, strict=True), key=lambda pair: pair[0]):
-            if isinstance(one, dict):
-                self._count(one)
+        for _, result in sorted(zip(self._open, ended, strict=True), key=lambda pair: pair[0]):
+            if isinstance(result, dict):
+                self._count(result)
 
     def _count(self, judged: dict[str, Any]) -> None:
         differs = is_right(judged["verdict"]) != is_right(judged["second_verdict"])

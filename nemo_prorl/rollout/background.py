@@ -33,7 +33,7 @@ class BackgroundLoop:
         return self.result(self.start(work))
 
     def start(self, work: Coroutine[Any, Any, _T]) -> "concurrent.futures.Future[_T]":
-        """Start `work` and return at once.  Call this only when no earlier work runs.
+        """Start `work` and return immediately.  Call this only when no earlier work runs.
 
         Raises the errors of `check`.
         """

@@ -227,22 +227,22 @@ def compare(expected: Mapping[str, Checksum], ranks: Iterable[Iterable[Held]]) -
         for name in names:
             unread.pop(name, None)
         wanted = _sum(expected[name] for name in names)
-        found = [(checksum, errors) for _, checksum, errors in copies]
-        if any(count != wanted[0] for (count, *_), _ in found):  # the ranks have parts
-            total = [sum(column) for column in zip(*(errors for _, errors in found), strict=True)]
-            found = [(_sum(checksum for checksum, _ in found), total)]
-        if not all(_equal(wanted, checksum, errors) for checksum, errors in found):
+        measured = [(checksum, errors) for _, checksum, errors in copies]
+        if any(count != wanted[0] for (count, *_), _ in measured):  # the ranks have parts
+            total = [sum(column) for column in zip(*(errors for _, errors in measured), strict=True)]
+            measured = [(_sum(checksum for checksum, _ in measured), total)]
+        if not all(_equal(wanted, checksum, errors) for checksum, errors in measured):
             wrong["+".join(names)] = None
     return list(wrong), list(unread)
 
 
-def _equal(wanted: Checksum, found: Checksum, errors: Sequence[float]) -> bool:
+def _equal(wanted: Checksum, measured: Checksum, errors: Sequence[float]) -> bool:
     """Return whether the exact parts are equal, and the projections up to rounding."""
-    if tuple(found[:2]) != tuple(wanted[:2]):
+    if tuple(measured[:2]) != tuple(wanted[:2]):
         return False
     return all(
         not math.isfinite(a) or abs(a - b) <= _CERTAINTY * math.sqrt(error)  # weights that are not finite have no sum
-        for a, b, error in zip(wanted[2], found[2], errors, strict=True)
+        for a, b, error in zip(wanted[2], measured[2], errors, strict=True)
     )
 
 
@@ -253,7 +253,7 @@ def _sum(parts: Iterable[Checksum]) -> Checksum:
 
 def to_metadata(version: int, checksums: Mapping[str, Checksum]) -> dict[str, str]:
     """Return the metadata of a safetensors file with these checksums; `version` tells which random numbers they use."""
-    tensors = {name: (n, bits, [float(f"{one:.10g}") for one in sums]) for name, (n, bits, sums) in checksums.items()}
+    tensors = {name: (n, bits, [float(f"{x:.10g}") for x in sums]) for name, (n, bits, sums) in checksums.items()}
     return {_KEY: json.dumps({"version": version, "tensors": tensors}, separators=(",", ":"))}
 
 
@@ -261,5 +261,5 @@ def from_metadata(metadata: Mapping[str, str] | None) -> tuple[int, dict[str, Ch
     """Return version and checksums from the metadata of a safetensors file; a file of another program has none."""
     if metadata is None or _KEY not in metadata:
         return 0, {}
-    found = json.loads(metadata[_KEY])
-    return found["version"], {name: (n, bits, sums) for name, (n, bits, sums) in found["tensors"].items()}
+    content = json.loads(metadata[_KEY])
+    return content["version"], {name: (n, bits, sums) for name, (n, bits, sums) in content["tensors"].items()}

@@ -276,8 +276,8 @@ class Collector:
         """
         record, text = draw.record, self.renderer.judged_text(draw.prompt_ids, response.token_ids)
         request = {**record, "response": text, "finished": response.finished}
-        what = f"the verdict on {record['id']}, task {record['task']} (trainer.deadlines.reward_s)"
-        deadline = Deadline(self.cfg.trainer.deadlines.reward_s, what)
+        awaited = f"the verdict on {record['id']}, task {record['task']} (trainer.deadlines.reward_s)"
+        deadline = Deadline(self.cfg.trainer.deadlines.reward_s, awaited)
         with work.clock.open(reward=1):
             scoring = asyncio.ensure_future(self._rewards.score(request, deadline))
             try:
@@ -346,19 +346,19 @@ class Collector:
         assert level is not None
         return self._background.run(self._engines.sleep(level, self._change_deadline("the engines' sleep")))
 
-    def _change_deadline(self, what: str) -> Deadline:
-        """Return the deadline of a sleep or publication; its error names `what`.
+    def _change_deadline(self, change: str) -> Deadline:
+        """Return the deadline of a sleep or publication; its error names `change`.
 
         If `rollout.sleep` or `rollout.recycle_gb` is set, the deadline includes the time of an engine's restart.
         """
         deadlines = self.cfg.trainer.deadlines
         if self.cfg.rollout.sleep is None and self.cfg.rollout.recycle_gb is None:
-            return Deadline(deadlines.publish_s, f"{what} (trainer.deadlines.publish_s)")
+            return Deadline(deadlines.publish_s, f"{change} (trainer.deadlines.publish_s)")
         seconds = deadlines.publish_s + deadlines.startup_s
-        return Deadline(seconds, f"{what} (trainer.deadlines.publish_s + startup_s)")
+        return Deadline(seconds, f"{change} (trainer.deadlines.publish_s + startup_s)")
 
-    def _deadline(self, what: str, step: int) -> Deadline:
-        text = f"a new token or response in {what} at step {step} (trainer.deadlines.rollout_s)"
+    def _deadline(self, phase: str, step: int) -> Deadline:
+        text = f"a new token or response in {phase} at step {step} (trainer.deadlines.rollout_s)"
         return Deadline(self.cfg.trainer.deadlines.rollout_s, text)
 
     # --- stopping, and in a checkpoint -----------------------------------------------------------------------------

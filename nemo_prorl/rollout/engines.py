@@ -128,17 +128,17 @@ class EnginePool:
         """
         if time.monotonic() - self._scanned_at < max_age_s:
             return list(self._slots.values())
-        session, found = self._session(), {}
+        session, slots = self._session(), {}
         for endpoint in endpoints_in(self.endpoints, "engine-*.json"):
             old = self._slots.get(endpoint.name)
             if old is not None and (old.client.url, old.pid) == (endpoint.url, endpoint.pid):
-                found[endpoint.name] = old
+                slots[endpoint.name] = old
             elif endpoint.ready:
-                found[endpoint.name] = _Slot(
+                slots[endpoint.name] = _Slot(
                     endpoint.name, endpoint.pid, EngineClient(session, endpoint.url, self._token), endpoint.weights_dir
                 )
-        self._slots, self._scanned_at = found, time.monotonic()
-        return list(found.values())
+        self._slots, self._scanned_at = slots, time.monotonic()
+        return list(slots.values())
 
     async def generate(
         self,
@@ -157,7 +157,7 @@ class EnginePool:
             version: required version of the weights (None: any).  Responses of other weights are requested again.
 
         Raises:
-            EngineRefused: at once, if an engine rejects the request.
+            EngineRefused: immediately, if an engine rejects the request.
             DeadlineExceeded: responses are missing at the deadline; the text names their engines.
         """
         if version is not None and self.current is not None and self.current[1] != version:
@@ -347,7 +347,7 @@ class EnginePool:
         return {file.stem for file in self.endpoints.glob(f"engine-*{HELD_SUFFIX}")}
 
     async def announce(self, path: str | Path, version: int) -> None:
-        """Mark the weights of all engines as outdated, and return at once.
+        """Mark the weights of all engines as outdated, and return immediately.
 
         An engine loads the weights file `path` before its next response.
         """

@@ -39,7 +39,7 @@ class OneStepOff(Collector):
         return batch
 
     def announce(self, path: str, version: int) -> None:
-        """Make the engines load the weights file `path` before their next response; return at once."""
+        """Make the engines load the weights file `path` before their next response; return immediately."""
         self._background.run(self._engines.announce(path, version))
 
     def begin_next(self, step: int, version: int) -> None:

@@ -48,12 +48,12 @@ class _Weights(Protocol):
 class _Records(Protocol):
     """The methods of `lifecycle.run_records.Records` that this module uses."""
 
-    def alarm(self, step: int, what: str) -> None: ...
+    def alarm(self, step: int, message: str) -> None: ...
     def lines(self) -> list[dict[str, Any]]: ...
     def rollouts(
         self, step: int, groups: Sequence[Any], dropped: Sequence[Any], judged_text: Callable[[Any, Any], str]
     ) -> None: ...
-    def disagreements(self, step: int, found: Sequence[Any]) -> None: ...
+    def disagreements(self, step: int, responses: Sequence[Any]) -> None: ...
 
 
 class _Ledger(Protocol):
@@ -103,7 +103,7 @@ class Rollouts:
         """Publish the policy's weights to all engines under this version, and wake sleeping engines.
 
         Does nothing if the engines are awake and have these weights already.  If the engines have their own devices,
-        returns at once, and each engine loads the weights before its next response.  Otherwise, returns when all
+        returns immediately, and each engine loads the weights before its next response.  Otherwise, returns when all
         engines have the weights.
         """
         if self._published == (version, self._policy.version) and not self._asleep:
@@ -148,7 +148,7 @@ class Rollouts:
         Records the rollout's metrics.  Engines on their own devices then begin to generate the next step's groups.
         """
         step = metrics.step
-        batch, mine = self.collector.share(partial(self._take, step))
+        batch, own_groups = self.collector.share(partial(self._take, step))
         report_rollout(metrics, batch)
         for task, errors in self._canaries.observe(batch.canaries):
             self._records.alarm(
@@ -165,7 +165,7 @@ class Rollouts:
             self.collector.run_on_leader(lambda _: self._recycle(step, limit))
         if self._collects_ahead(step):
             self.collector.call(lambda collector: _one_step_off(collector).begin_next(step + 1, step - 1))
-        return mine
+        return own_groups
 
     def _tell_unjudged(self, step: int, batch: CollectedBatch) -> None:
         """Raise an alarm for the responses of a step without a verdict, unless the step before had some, too."""
@@ -194,8 +194,8 @@ class Rollouts:
         self._records.disagreements(step, batch.disagreements)
         judged, summary = JudgedGroups.of(batch.groups), batch.without_tokens()
         self._ledger.groups(step, batch.groups, judged, batch.outcomes)
-        mine = judged.for_ranks(self._cfg.trainer.grpo.updates_per_step, self._policy.data_ranks.size)
-        return [(summary, rows) for rows in mine]
+        shares = judged.for_ranks(self._cfg.trainer.grpo.updates_per_step, self._policy.data_ranks.size)
+        return [(summary, rows) for rows in shares]
 
     def _report_unread(self, step: int, unread: Mapping[str, Sequence[str]]) -> None:
         """Raise an alarm for engines with tensors that nothing compares, once for each set of tensors."""

@@ -186,10 +186,10 @@ class Memory:
 
 def vocabulary(cfg: DictConfig) -> tuple[int, str]:
     """Return (rows of the embedding, source of this number): the source is config.json or a named assumption."""
-    given = cfg.pretrained_checkpoint.restore_from_path
-    folder = Path(given) if given else Path(cfg.run_dir) / "init"
+    path = cfg.pretrained_checkpoint.restore_from_path
+    folder = Path(path) if path else Path(cfg.run_dir) / "init"
     file = folder / "config.json"
-    if given or file.is_file():
+    if path or file.is_file():
         return size_of(read_config(folder), "vocab_size", str(file)), str(file)
     model = cfg.model
     known = KNOWN_VOCABULARIES.get((model.num_layers, model.hidden_size, model.ffn_hidden_size))

@@ -110,10 +110,10 @@ def _what_fits(cfgs: Sequence[DictConfig], device_bytes: float) -> list[str]:
     cfgs = sorted(distinct.values(), key=lambda cfg: memory_of(cfg).needed, reverse=True)  # the hardest first, as well
     singles = _changes(cfgs[0], max(cfg.trainer.grpo.context_tokens for cfg in cfgs))
     pairs = [a | b for a, b in itertools.combinations(singles, 2) if a.keys().isdisjoint(b)]
-    found = [(change, _fit(cfgs, change, device_bytes)) for change in singles]
-    alone = [change for change, fit in found if fit is not None and fit.roomy]
+    tried = [(change, _fit(cfgs, change, device_bytes)) for change in singles]
+    alone = [change for change, fit in tried if fit is not None and fit.roomy]
     needed = [pair for pair in pairs if not any(change.items() <= pair.items() for change in alone)]
-    fits = [fit for _, fit in found if fit is not None]
+    fits = [fit for _, fit in tried if fit is not None]
     fits += [fit for pair in needed if (fit := _fit(cfgs, pair, device_bytes)) is not None]
     return _cheapest([fit for fit in fits if fit.roomy] or fits)
 
@@ -145,10 +145,10 @@ def _words(change: dict[str, Any]) -> str:
     return " ".join(f"{key}={'null' if value is None else value}" for key, value in change.items())
 
 
-def _cheapest(found: Sequence[_Fit]) -> list[str]:
+def _cheapest(fits: Sequence[_Fit]) -> list[str]:
     """Return the first changes by time, as text; of equal times those listed first, of the same keys the first only."""
-    by_keys = {tuple(fit.change): fit for fit in reversed(found)}
-    mildest = [fit for fit in found if by_keys[tuple(fit.change)] is fit]
+    by_keys = {tuple(fit.change): fit for fit in reversed(fits)}
+    mildest = [fit for fit in fits if by_keys[tuple(fit.change)] is fit]
     return [str(fit) for fit in sorted(mildest, key=lambda fit: float(f"{fit.seconds:.2g}"))[:_ENOUGH]]
 
 

@@ -326,7 +326,7 @@ def test_a_rank_that_does_not_handle_signals_yet_ends_the_run_at_the_first(
     assert (end.code, end.process, node.failures) == (1, "", [])
     assert node.stops == [end.what]
     assert end.what.startswith("stopped while the trainer started; the same command begins again")
-    assert "received SIGINT; the run stops after this step, or at once while it starts" in caplog.text
+    assert "received SIGINT; the run stops after this step, or now if it is starting" in caplog.text
 
 
 def test_the_other_nodes_are_told_that_a_stop_was_requested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,9 +94,9 @@ def warmup_target(record: Record) -> str:
     The response is `meta.target`, otherwise the record's answer in the form of its task.  Raises DataError for a record
     without `meta.target` whose task is neither `puzzles` nor `math`, or whose answer is not one string.
     """
-    truth, given = record["truth"], record["meta"].get("target")
-    if isinstance(given, str):
-        return given
+    truth, target = record["truth"], record["meta"].get("target")
+    if isinstance(target, str):
+        return target
     if record["task"] == "puzzles":
         answer = truth["entry"].get("answer")
         form = "<answer>{}</answer>"

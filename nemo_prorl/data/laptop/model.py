@@ -184,8 +184,8 @@ def build_tokenizer(texts: Iterable[str]) -> "PreTrainedTokenizerFast":
 
 def vocab_of(backend: Any) -> dict[str, int]:
     """Return the ids of a tokenizer's tokens, including added tokens."""
-    found: dict[str, int] = backend.get_vocab(with_added_tokens=True)
-    return found
+    vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
+    return vocab
 
 
 def _frequent_phrases(texts: Iterable[str], split: Any, words: set[str]) -> list[str]:
@@ -215,11 +215,11 @@ def _pieces(part: str, split: Any, words: set[str]) -> list[tuple[str, bool]]:
 
     Frequent words, and single characters other than letters and digits, can be part of a phrase.
     """
-    found = []
+    pieces = []
     for token, (start, end) in split.pre_tokenize_str(part):
         piece = part[start:end]
-        found.append((piece, token in words or (len(token) == 1 and not piece.isalnum())))
-    return found
+        pieces.append((piece, token in words or (len(token) == 1 and not piece.isalnum())))
+    return pieces
 
 
 def _frequent_words(texts: Iterable[str], split: Any) -> list[str]:

@@ -98,24 +98,24 @@ def judged(
     with Cache(cache) as known:
         while kept < wanted and at < len(order):
             batch = order[at : at + max(_LEAST_BATCH, wanted - kept)]
-            missing = {keys[one]: requests[one] for one in batch if keys[one] not in known.judgements}
+            missing = {keys[index]: requests[index] for index in batch if keys[index] not in known.judgements}
             _log.info(
                 "%d of %d records are kept; judging the next %d of %d pairs, %d of them from %s",
                 *(kept, wanted, len(batch), len(order), len(batch) - len(missing), cache),
             )
             request_judgements(missing, options, known)
-            for one in batch:
-                judgement = used[keys[one]] = known.judgements[keys[one]]
-                result = _result(drafts[one], judgement, fault_of)
+            for index in batch:
+                judgement = used[keys[index]] = known.judgements[keys[index]]
+                result = _result(drafts[index], judgement, fault_of)
                 counts[judgement.verdict] += 1
                 if isinstance(result, Draft):
                     kept += 1
                     result = result if kept <= wanted else Drop("beyond --size")
-                results[one] = result
+                results[index] = result
             at += len(batch)
     check: AgreementCheck = {"by": "judge", "model": options.model, "counts": dict(counts), "requests": len(used)}
-    check["prompt_tokens"] = sum(one.prompt_tokens for one in used.values())
-    check["completion_tokens"] = sum(one.completion_tokens for one in used.values())
+    check["prompt_tokens"] = sum(judgement.prompt_tokens for judgement in used.values())
+    check["completion_tokens"] = sum(judgement.completion_tokens for judgement in used.values())
     _log.info(
         "the judge answered %d requests: %d prompt and %d completion tokens, by its replies",
         *(check["requests"], check["prompt_tokens"], check["completion_tokens"]),
@@ -129,7 +129,7 @@ def _result(draft: Draft, judgement: Judgement, fault_of: Callable[[dict[str, An
         return Drop(_REASONS[judgement.verdict], f"{judgement.first[:80]!r} and {judgement.second[:80]!r}")
     own = answers.last_box(draft.candidate) or judgement.second
     accepted = list(dict.fromkeys([judgement.first, own]))
-    if fault := next((found for text in accepted if (found := answers.unusable(text))), None):
+    if fault := next((drop for text in accepted if (drop := answers.unusable(text))), None):
         return fault
     truth = {"answer": accepted if len(accepted) > 1 else own}
     if (refused := fault_of(truth)) is not None:
@@ -143,7 +143,7 @@ def graded(drafts: Sequence[Draft], records: Sequence[PromptRecord], workers: in
     boxed = [at for at, box in enumerate(boxes) if box]
     truths: list[PromptRecord] = [{**records[at], "truth": {"answer": boxes[at]}} for at in boxed]
     wrong = gold.failures(truths, [str(drafts[at].gold) for at in boxed], workers, unsafe_no_sandbox)
-    disagree = {boxed[at]: why for at, why in wrong.items()}
+    disagree = {boxed[at]: reason for at, reason in wrong.items()}
 
     def result(at: int) -> Draft | Drop:
         if not boxes[at]:

@@ -22,13 +22,13 @@ def add_parser(commands: Any) -> None:
     listed = inner.add_parser("sources", help="list the known data sets: task, content, location, licence")
     listed.set_defaults(run_command=_sources)
     text = "convert a data set into prompt records: DIR/train.jsonl, validation.jsonl, dropped.jsonl, manifest.json"
-    one = inner.add_parser("prepare", help=text, description=text)
-    one.set_defaults(run_command=run)
-    _add_options(one)
+    prepare = inner.add_parser("prepare", help=text, description=text)
+    prepare.set_defaults(run_command=run)
+    _add_options(prepare)
 
 
-def _add_options(one: argparse.ArgumentParser) -> None:
-    add = one.add_argument
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     text = "a name from `prorl data sources`; or paper: all that data=prorl and the paper's benchmarks need"
     add("source", metavar="SOURCE", help=text)
     text = "file or folder to read, or 'hub' (Hugging Face); for paper: 'hub' (default), or a folder with a folder for"
@@ -50,13 +50,13 @@ def _add_options(one: argparse.ArgumentParser) -> None:
     add("--limit", type=_count, metavar="N", help="read only the first N rows, for a trial; default: all")
     text = "random seed of the draws of --size and --holdout, and of puzzles; default: 0"
     add("--seed", type=_count, default=0, help=text)
-    _add_records(one)
-    _add_filters(one)
-    _add_judge(one.add_argument_group("agreement of the two solutions of a problem (scp-116k)"))
+    _add_records(parser)
+    _add_filters(parser)
+    _add_judge(parser.add_argument_group("agreement of the two solutions of a problem (scp-116k)"))
 
 
-def _add_records(one: argparse.ArgumentParser) -> None:
-    add = one.add_argument
+def _add_records(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     text = "prompts as messages or plain text; default: messages"
     add("--prompt", choices=("messages", "text"), default="messages", help=text)
     add("--format", dest="form", choices=("jsonl", "parquet"), default="jsonl", help="output format; default: jsonl")
@@ -70,8 +70,8 @@ def _add_records(one: argparse.ArgumentParser) -> None:
     add("--revision", help="commit, tag or branch for --from hub; default: the pinned commit, else the newest")
 
 
-def _add_filters(one: argparse.ArgumentParser) -> None:
-    add = one.add_argument
+def _add_filters(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     text = "model folder whose tokenizer counts prompt tokens; default: none"
     add("--tokenizer", type=Path, metavar="FOLDER", help=text)
     add("--max-prompt-tokens", type=_count, metavar="N", help="drop prompts with more than N tokens; default: no limit")
@@ -197,8 +197,8 @@ def _options(arguments: argparse.Namespace) -> Any:
     if (arguments.since or arguments.until) and not source.date_column:
         raise ConfigError(f"--since, --until: the rows of {source.name} have no date")
     if arguments.keep and (source.judged or source.size is not None):
-        why = "its truths are written later, by a judge" if source.judged else "it is generated, and has no columns"
-        raise ConfigError(f"--keep {arguments.keep[0]}: {source.name} cannot keep columns: {why}.  Fix: omit --keep")
+        reason = "its truths are written later, by a judge" if source.judged else "it is generated, and has no columns"
+        raise ConfigError(f"--keep {arguments.keep[0]}: {source.name} cannot keep columns: {reason}.  Fix: omit --keep")
     if (arguments.tokenizer is None) != (arguments.max_prompt_tokens is None):
         raise ConfigError("--tokenizer and --max-prompt-tokens must be used together.  Fix: give both or neither")
     for option in ("ngram", "workers", "judge_workers"):
@@ -209,19 +209,19 @@ def _options(arguments: argparse.Namespace) -> Any:
             f"--overlap {arguments.overlap:g}: must be from 0 to 1; with 0, a problem is dropped if it has --ngram"
             " consecutive words in common"
         )
-    given = {field.name: getattr(arguments, field.name) for field in fields(PrepareOptions) if field.name in arguments}
+    values = {field.name: getattr(arguments, field.name) for field in fields(PrepareOptions) if field.name in arguments}
     needs_judge = source.judged and arguments.agreement == "judge"
     derived = {
         "source": source,
         "name": arguments.name or arguments.task or arguments.only or source.name,
         "columns": _columns(arguments.field),
     }
-    return PrepareOptions(**{**given, **derived, "judge": _judge(arguments) if needs_judge else None})
+    return PrepareOptions(**{**values, **derived, "judge": _judge(arguments) if needs_judge else None})
 
 
-def _columns(given: list[str]) -> dict[str, str]:
+def _columns(texts: list[str]) -> dict[str, str]:
     columns = {}
-    for text in given:
+    for text in texts:
         name, equals, column = text.partition("=")
         if not (name and equals and column):
             raise ConfigError(f"--field {text}: must be NAME=COLUMN, such as answer=final_answer")

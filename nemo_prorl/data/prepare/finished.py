@@ -51,9 +51,9 @@ def finished(parser: Parser, options: PrepareOptions, command: Sequence[str]) ->
         if _decisive(parser, manifest["command"]) != _decisive(parser, command) or not has_inputs(options, manifest):
             return None
         compared = manifest["checks"].get("contamination", {"against": []})["against"]
-        if [one["sha256"] for one in compared] != [sha256_of(file) for file in options.against]:
+        if [entry["sha256"] for entry in compared] != [sha256_of(file) for file in options.against]:
             return None
-        whole = all(sha256_of(options.out / one["file"]) == one["sha256"] for one in manifest["outputs"])
+        whole = all(sha256_of(options.out / entry["file"]) == entry["sha256"] for entry in manifest["outputs"])
     except (OSError, ValueError, LookupError, TypeError):
         return None
     return manifest if whole else None
@@ -95,7 +95,7 @@ def _places(parser: Parser, command: Sequence[str]) -> dict[str, Any]:
 
 
 def _option(parser: Parser, name: str) -> str:
-    return next((one.option_strings[0] for one in parser._actions if one.dest == name and one.option_strings), name)
+    return next((flag.option_strings[0] for flag in parser._actions if flag.dest == name and flag.option_strings), name)
 
 
 def _shown(value: Any) -> str:

@@ -107,5 +107,5 @@ def has_inputs(options: PrepareOptions, manifest: PreparedManifest) -> bool:
         wanted = options.revision or options.source.revision or manifest.get("commit")
         return manifest.get("repo") == options.source.repo and manifest.get("commit") == wanted
     folder = Path(str(options.origin))
-    found = [(name_in(folder, file), sha256_of(file)) for file in source_files(options, folder)]
-    return found == [(one["file"], one["sha256"]) for one in manifest["inputs"]]
+    inputs = [(name_in(folder, file), sha256_of(file)) for file in source_files(options, folder)]
+    return inputs == [(entry["file"], entry["sha256"]) for entry in manifest["inputs"]]

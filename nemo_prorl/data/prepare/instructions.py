@@ -34,7 +34,7 @@ def ifeval(row: Row) -> Draft | Drop:
     if not names:
         return Drop("no instructions", "the source gives none")
     # In tables, each instruction has the arguments of all types, and null for the arguments of other types.
-    kwargs = [{key: value for key, value in (one or {}).items() if value is not None} for one in arguments]
+    kwargs = [{key: value for key, value in (entry or {}).items() if value is not None} for entry in arguments]
     truth = {"instruction_id_list": names, "kwargs": kwargs}
     return Draft("instructions", prompt.strip(), truth, row_id=row_id(row))
 

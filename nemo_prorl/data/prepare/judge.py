@@ -1,7 +1,7 @@
 """A language model that reads the answers of two solutions and judges whether they agree, by OpenAI's protocol.
 
-Each judgement is appended to a cache file at once, under a hash of the whole request.  After a kill, only the missing
-ones are requested.  A changed model or prompt changes all hashes, so all judgements are requested again.
+Each judgement is appended to a cache file immediately, under a hash of the whole request.  After a kill, only the
+missing ones are requested.  A changed model or prompt changes all hashes, so all judgements are requested again.
 """
 
 import asyncio
@@ -226,5 +226,5 @@ async def _ask(server: Any, request: dict[str, Any], options: JudgeOptions) -> t
 def _usage(reply: dict[str, Any]) -> dict[str, Any]:
     """Return the token counts of a reply, as far as the server gives them."""
     usage = reply.get("usage")
-    given = usage if isinstance(usage, dict) else {}
-    return {name: given[name] for name in ("prompt_tokens", "completion_tokens") if isinstance(given.get(name), int)}
+    counts = usage if isinstance(usage, dict) else {}
+    return {name: counts[name] for name in ("prompt_tokens", "completion_tokens") if isinstance(counts.get(name), int)}

@@ -37,8 +37,8 @@ class Oracles:
         program = Program(draft.oracle, "call", inputs, name, time_limit_s=_TIME_S, output_mb=_OUTPUT_MB)
         run = self._started_sandbox().run(program, lambda index, output: True)
         if run.refused or run.over_time:
-            why = run.refused or f"over {_TIME_S:g} s"
-            return Drop("broken tests", f"the source's own solution does not run: {why}")
+            reason = run.refused or f"over {_TIME_S:g} s"
+            return Drop("broken tests", f"the source's own solution does not run: {reason}")
         kept = [
             {**test, "expected": json.loads(output)}
             for test, output in zip(tests, run.outputs, strict=True)

@@ -87,10 +87,10 @@ class Paper:
 
     def _words(self, folder: str, words: list[str]) -> list[str]:
         """Return the words of a folder's command with --from, --out and the sizes of this run."""
-        given, source = self._arguments, source_of(words[0])
-        if "--from" in words and given.origin not in (None, HUB):
-            words[words.index("--from") + 1] = str(Path(given.origin) / source.name)
-        if given.scale != 1:
+        arguments, source = self._arguments, source_of(words[0])
+        if "--from" in words and arguments.origin not in (None, HUB):
+            words[words.index("--from") + 1] = str(Path(arguments.origin) / source.name)
+        if arguments.scale != 1:
             own = self._parser.parse_args([*words, "--out", "x"])
             sizes = {
                 "--size": source.size if own.size is None else own.size,
@@ -99,7 +99,7 @@ class Paper:
             for option, size in sizes.items():
                 if size in (None, 0, ALL):
                     continue
-                scaled = [option, str(math.ceil(size * given.scale))]
+                scaled = [option, str(math.ceil(size * arguments.scale))]
                 at = words.index(option) if option in words else len(words)
                 words[at : at + 2] = scaled
         return [*words, "--out", str(self._out / folder)]
@@ -124,8 +124,8 @@ class Paper:
         self._check_origin(step, arguments.origin)
         options = replace(self._options(arguments), goes_on=self._goes_on("FOLDER"))
         command = command_of(self._parser, arguments)
-        if (found := finished(self._parser, options, command)) is not None:
-            step.manifest, step.state = found, "as before"
+        if (manifest := finished(self._parser, options, command)) is not None:
+            step.manifest, step.state = manifest, "as before"
             return
         step.manifest, step.state = preparation.prepare(options, command), "made"
 
@@ -169,9 +169,9 @@ class Paper:
         rows: list[tuple[str, ...]] = [_HEAD]
         for step in self.steps:
             counts: dict[str, Any] = dict(step.manifest["counts"]) if step.manifest else {}
-            why = ", ".join(f"{number} {reason}" for reason, number in counts.get("dropped", {}).items())
+            dropped = ", ".join(f"{number} {reason}" for reason, number in counts.get("dropped", {}).items())
             numbers = [f"{counts[key]:,}" if key in counts else "" for key in _HEAD[3:7]]
-            rows.append((step.folder, step.source.name, step.state, *numbers, f"{step.seconds:.0f}", why))
+            rows.append((step.folder, step.source.name, step.state, *numbers, f"{step.seconds:.0f}", dropped))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         form = "  ".join(
             f"{{:{'>' if name in _HEAD[3:8] else '<'}{width}}}" for name, width in zip(_HEAD, widths, strict=True)

@@ -200,13 +200,13 @@ class Preparation:
 
     # --- dropping --------------------------------------------------------------------------------------------------
 
-    def _drop(self, file: str, line: int, why: Drop) -> None:
-        self.dropped.append({"file": file, "line": line, "reason": why.reason, "detail": why.detail})
+    def _drop(self, file: str, line: int, drop: Drop) -> None:
+        self.dropped.append({"file": file, "line": line, "reason": drop.reason, "detail": drop.detail})
 
-    def _drop_where(self, why: Iterator[Drop | None]) -> None:
-        """Drop the items with a reason in `why`, which has one entry per item; None keeps the item."""
+    def _drop_where(self, drops: Iterator[Drop | None]) -> None:
+        """Drop the items with a reason in `drops`, which has one entry per item; None keeps the item."""
         kept = []
-        for item, drop in zip(self.items, why, strict=True):
+        for item, drop in zip(self.items, drops, strict=True):
             if drop is None:
                 kept.append(item)
             else:
@@ -247,10 +247,10 @@ class Preparation:
         for path in self.options.against:
             sets.add(path)
         # Puzzles generated for validation are not training prompts: some of the sets may hold the same puzzles.
-        found = [None if item.part == "validation" else sets.find(item.draft.question) for item in self.items]
+        hits = [None if item.part == "validation" else sets.find(item.draft.question) for item in self.items]
         self._drop_where(
-            None if one is None else Drop("contaminated", f"{one.where}: {one.share:.0%} in common: {one.words}")
-            for one in found
+            None if hit is None else Drop("contaminated", f"{hit.where}: {hit.share:.0%} in common: {hit.words}")
+            for hit in hits
         )
         self.checks["contamination"] = {
             "ngram": sets.ngram,
@@ -262,7 +262,7 @@ class Preparation:
                     "file": f"{file.parent.name}/{file.name}",
                     "sha256": sha256_of(file),
                     "rows": rows,
-                    "dropped": sum(one is not None and one.where.startswith(f"{file}:") for one in found),
+                    "dropped": sum(hit is not None and hit.where.startswith(f"{file}:") for hit in hits),
                 }
                 for file, rows in sets.files
             ],
@@ -296,8 +296,8 @@ class Preparation:
                 drafts, opts.judge, cache=opts.out / output.CACHE, fault_of=valid, size=opts.size, seed=opts.seed
             )
         self.checks["agreement"] = outcome.check
-        self._drop_where(one if isinstance(one, Drop) else None for one in outcome.results)
-        kept = [one for one in outcome.results if isinstance(one, Draft)]
+        self._drop_where(result if isinstance(result, Drop) else None for result in outcome.results)
+        kept = [result for result in outcome.results if isinstance(result, Draft)]
         self.items = [
             replace(item, draft=draft, record={**item.record, "truth": draft.truth})
             for item, draft in zip(self.items, kept, strict=True)
@@ -323,9 +323,9 @@ class Preparation:
         if self.options.source.task != "math":
             return
         for doubted, text in answers.DOUBTS.items():
-            if found := [item for item in self.items if doubted(item.draft.truth)]:
-                examples = [f"{item.draft.truth['answer']!r} ({item.file}:{item.line})" for item in found[:_EXAMPLES]]
-                _log.warning("%d of the answers %s", len(found), text.format(", ".join(examples)))
+            if items := [item for item in self.items if doubted(item.draft.truth)]:
+                examples = [f"{item.draft.truth['answer']!r} ({item.file}:{item.line})" for item in items[:_EXAMPLES]]
+                _log.warning("%d of the answers %s", len(items), text.format(", ".join(examples)))
 
     def drop_wrong_golds(self) -> None:
         """Drop records whose gold answer the plugin does not accept; judge at most --check of them."""
@@ -334,8 +334,8 @@ class Preparation:
         chosen = [have[at] for at in gold.spread(len(have), opts.check)]
         records = [self.items[at].record for at in chosen]
         golds = [str(self.items[at].draft.gold) for at in chosen]
-        found = gold.failures(records, golds, opts.workers, opts.unsafe_no_sandbox)
-        wrong = {chosen[at]: why for at, why in found.items()}
+        failures = gold.failures(records, golds, opts.workers, opts.unsafe_no_sandbox)
+        wrong = {chosen[at]: reason for at, reason in failures.items()}
         self.checks["gold"] = {
             "checked": len(chosen),
             "failed": len(wrong),
@@ -376,8 +376,8 @@ class Preparation:
         opts = self.options
         reasons = Counter(drop["reason"] for drop in self.dropped)
         if not self.items:
-            why = ", ".join(f"{number} {reason}" for reason, number in reasons.most_common()) or "the source is empty"
-            raise DataError(f"{opts.origin or opts.source.name}: no record is left of {self.read} rows: {why}")
+            cause = ", ".join(f"{number} {reason}" for reason, number in reasons.most_common()) or "the source is empty"
+            raise DataError(f"{opts.origin or opts.source.name}: no record is left of {self.read} rows: {cause}")
         parts = self.parts()
         counts: RecordCounts = {"read": self.read, "kept": len(self.items), "dropped": dict(sorted(reasons.items()))}
         for part, records in parts.items():

@@ -53,7 +53,7 @@ def stream_truth(inputs: Sequence[Any], outputs: Sequence[Any]) -> dict[str, Any
         return Drop("broken tests", "an input or output is not a text")
     if not any("".join(output).strip() for output in outputs):
         return Drop("broken tests", "every expected output is empty, so a program without output would pass")
-    return {"tests": [{"input": one, "output": other} for one, other in zip(inputs, outputs, strict=True)]}
+    return {"tests": [{"input": stdin, "output": stdout} for stdin, stdout in zip(inputs, outputs, strict=True)]}
 
 
 def call_truth(name: Any, inputs: Sequence[Any], outputs: Sequence[Any], boxed: bool) -> dict[str, Any] | Drop:
@@ -68,7 +68,7 @@ def call_truth(name: Any, inputs: Sequence[Any], outputs: Sequence[Any], boxed: 
     if not isinstance(name, str) or not name.isidentifier():
         return Drop("broken tests", f"fn_name is {name!r}")
     try:
-        tests = [_call(given, result) for given, result in zip(inputs, outputs, strict=True)]
+        tests = [_call(arguments, result) for arguments, result in zip(inputs, outputs, strict=True)]
     except (ValueError, RecursionError) as error:
         return Drop("broken tests", f"a call has arguments or a result that are not JSON: {error}")
     if not all(isinstance(args, list) for args, _ in tests):
@@ -78,11 +78,11 @@ def call_truth(name: Any, inputs: Sequence[Any], outputs: Sequence[Any], boxed: 
     return {"fn_name": name, "tests": [{"args": args, "expected": result} for args, result in tests]}
 
 
-def _call(given: Any, result: Any) -> tuple[Any, Any]:
+def _call(arguments: Any, result: Any) -> tuple[Any, Any]:
     """Return arguments and result of a call as JSON values.  Raises ValueError for a text that is not JSON."""
-    if not isinstance(given, str):
-        return given, result
-    args = [_strict(line) for line in given.split("\n") if line.strip()]
+    if not isinstance(arguments, str):
+        return arguments, result
+    args = [_strict(line) for line in arguments.split("\n") if line.strip()]
     return args, _strict(result) if isinstance(result, str) else result
 
 

@@ -56,12 +56,12 @@ class Row:
     def _missing(self, fields: Sequence[Sequence[str]]) -> DataError:
         named = [f"{names[0]!r}" + (f" (or {', '.join(names[1:])})" if names[1:] else "") for names in fields]
         options = " ".join(f"--field {names[0]}=COLUMN" for names in fields)
-        what, why = ("field {} is", "the column has another name")
+        subject, cause = ("field {} is", "the column has another name")
         if len(fields) > 1:
-            what, why = ("fields {} are", "the columns have other names")
+            subject, cause = ("fields {} are", "the columns have other names")
         return DataError(
-            f"{self.where}: {what.format(' and '.join(named))} missing; the row has: "
-            f"{', '.join(list(self.values)[:_SHOWN])}.  Fix: {options} if {why}"
+            f"{self.where}: {subject.format(' and '.join(named))} missing; the row has: "
+            f"{', '.join(list(self.values)[:_SHOWN])}.  Fix: {options} if {cause}"
         )
 
     def column(self, option: str, name: str) -> Any:
@@ -105,11 +105,11 @@ def data_files(path: Path, patterns: Sequence[str] = (), option: str = "--from")
     absent = [name for name in patterns if "*" not in name and not any(path.rglob(name))]
     if absent and len(absent) < len(patterns):
         raise ConfigError(f"{option} {path}: the folder lacks {', '.join(absent)}; expected {', '.join(patterns)}")
-    found = {file for pattern in wanted for file in path.rglob(pattern) if file.name.endswith(SUFFIXES)}
-    if not found:
+    files = {file for pattern in wanted for file in path.rglob(pattern) if file.name.endswith(SUFFIXES)}
+    if not files:
         which = f" that matches {' or '.join(patterns)}" if patterns else ""
         raise ConfigError(f"{option} {path}: the folder contains no {known} file{which}")
-    return sorted(found)
+    return sorted(files)
 
 
 def used_patterns(path: Path, patterns: Sequence[str]) -> Sequence[str]:

@@ -133,16 +133,16 @@ class _Linear(torch.autograd.Function):
         return _product(grad, weight_OI.t(), None), weight_grad_OI, grad_NO.sum(0) if ctx.has_bias else None
 
 
-def linear(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function that uses oneDNN for float32 products without communication, otherwise calls `theirs`.
+def linear(wrapped: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function that uses oneDNN for float32 products without communication, otherwise calls `wrapped`.
 
     Args:
-        theirs: Megatron's `linear_with_grad_accumulation_and_async_allreduce`.
+        wrapped: Megatron's `linear_with_grad_accumulation_and_async_allreduce`.
     """
     if not torch.backends.mkldnn.is_available():
-        return theirs
+        return wrapped
 
-    @functools.wraps(theirs)
+    @functools.wraps(wrapped)
     def one(
         input: Tensor,
         weight: Tensor,
@@ -158,6 +158,6 @@ def linear(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
             out: Tensor = _Linear.apply(input, weight, bias)
             return out
         options = {"grad_output_buffer": grad_output_buffer, **more}
-        return theirs(input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, **options)
+        return wrapped(input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, **options)
 
     return one

@@ -178,10 +178,10 @@ def _nemo_without_apex_and_te() -> None:
     overrides.HAVE_APEX = True  # otherwise the strategy drops Megatron's distributed optimizer
     overrides.McoreDistributedOptimizer, overrides.MegatronDistributedFusedAdam = McoreDistributedOptimizer, Never
     nlp_model.get_megatron_pretrained_bert_models = lambda: []
-    theirs = gpt.get_specs
+    nemo_specs = gpt.get_specs
 
     def specs(name: str, config: Any = None, use_te: bool = True, *more: Any, **options: Any) -> Any:
-        return theirs(name, config, use_te, *more, **options) if use_te else layer_spec(config)
+        return nemo_specs(name, config, use_te, *more, **options) if use_te else layer_spec(config)
 
     seed_torch = init._set_random_seed
 

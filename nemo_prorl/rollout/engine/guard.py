@@ -84,9 +84,9 @@ def _end_all_but_trackers() -> None:
 
 def _others() -> list[psutil.Process]:
     """Return the other living processes of this process group, without this process and without zombies."""
-    found = []
+    processes = []
     for process in psutil.process_iter():
         with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
             if process.pid != os.getpid() and os.getpgid(process.pid) == os.getpgrp():
-                found += [process] if process.status() != psutil.STATUS_ZOMBIE else []
-    return found
+                processes += [process] if process.status() != psutil.STATUS_ZOMBIE else []
+    return processes

@@ -79,8 +79,8 @@ def parse(kind: type[AnyBody], body: bytes) -> AnyBody:
     field, known = ".".join(map(str, fault["loc"])), ", ".join(sorted(kind.model_fields))
     if fault["type"] == "extra_forbidden":
         raise BadRequest(f"unknown field {field!r}; known: {known}")
-    given = "" if fault["type"] == "missing" else f", not {fault['input']!r:.60}"
-    raise BadRequest(f"{field or 'the body'}: {fault['msg']}{given}")
+    got = "" if fault["type"] == "missing" else f", not {fault['input']!r:.60}"
+    raise BadRequest(f"{field or 'the body'}: {fault['msg']}{got}")
 
 
 @dataclass(frozen=True)

@@ -191,11 +191,11 @@ class EngineServer:
         forced, room = request.forced or [], asyncio.Semaphore(PREFIXES)
 
         async def score(length: int) -> tuple[float, Any]:
-            one = copy.copy(params)
-            one.max_tokens, one.logprobs, one.logprob_token_ids = 1, 1, [forced[length]]
+            single = copy.copy(params)
+            single.max_tokens, single.logprobs, single.logprob_token_ids = 1, 1, [forced[length]]
             async with room:
                 prefix = tokens_input([*request.prompt, *forced[:length]])
-                _, [logprob], output = await self._generated(prefix, one, column=1)
+                _, [logprob], output = await self._generated(prefix, single, column=1)
             return logprob, output
 
         last = await score(len(forced) - 1)
@@ -282,7 +282,7 @@ class EngineServer:
             raise Refused(f"{self.in_flight} responses are still in flight after {wait_s:g} s; nothing was changed")
         self.open.clear()
 
-    async def _change(self, what: str, work: Awaitable[dict[str, Any]]) -> Any:
+    async def _change(self, action: str, work: Awaitable[dict[str, Any]]) -> Any:
         """Run `work`, a change of the whole engine; then admit responses again unless the engine is asleep.
 
         After a failed change the weights may be partly old and the free memory is unknown.  The process therefore
@@ -296,9 +296,9 @@ class EngineServer:
             self._open_if_awake()
             raise
         except Exception as error:
-            _log.critical("the engine failed to %s: %s: %s", what, type(error).__name__, error)
+            _log.critical("the engine failed to %s: %s: %s", action, type(error).__name__, error)
             asyncio.get_running_loop().call_later(0.5, os._exit, ENGINE_LOST)
-            return JSONResponse({"error": f"failed to {what}, engine lost: {error}"[:500]}, status_code=500)
+            return JSONResponse({"error": f"failed to {action}, engine lost: {error}"[:500]}, status_code=500)
         self._open_if_awake()
         return JSONResponse(result)
 

@@ -59,13 +59,13 @@ def check_fits(path: str, folder: str, shapes: Shapes) -> None:
         raise UnfitWeights(f"{path}: expected a file directly in this run's weights folder {folder}; links are refused")
     if not os.path.exists(inside) or not stat.S_ISREG(os.lstat(inside).st_mode):
         raise UnfitWeights(f"{path}: no such file")
-    found = read_header(inside)
-    wrong = sorted(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name))
+    header = read_header(inside)
+    wrong = sorted(name for name in shapes.keys() | header.keys() if shapes.get(name) != header.get(name))
     if wrong:
         first = wrong[0]
         raise UnfitWeights(
             f"{path}: {len(wrong)} tensors differ from the model; {first}: expected shape {shapes.get(first)}, "
-            f"got {found.get(first)} (None: no such tensor)"
+            f"got {header.get(first)} (None: no such tensor)"
         )
 
 

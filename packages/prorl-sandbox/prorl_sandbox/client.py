@@ -115,26 +115,26 @@ class Sandbox:
     def _start(self) -> None:
         self.folder = "" if self.level == "full" else folders.make()
         plan = SandboxPlan(self.level, self.folder, self._tmp_mb, _FIRST_UID + os.getpid(), self._packages)
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        own_end, zygote_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         python = getattr(sys, "_base_executable", None) or sys.executable
-        arguments = [str(theirs.fileno()), str(os.getpid()), json.dumps(asdict(plan))]
+        arguments = [str(zygote_end.fileno()), str(os.getpid()), json.dumps(asdict(plan))]
         environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
         soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
         room = STACK_MB << 20 if hard == resource.RLIM_INFINITY else min(STACK_MB << 20, hard)
-        self._socket = ours
+        self._socket = own_end
         try:
             resource.setrlimit(resource.RLIMIT_STACK, (room, hard))  # inherited at start, for deep recursion
             self._process = subprocess.Popen(
                 [python, "-S", "-s", "-P", "-B", "-c", _START, _ROOT, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=2,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(zygote_end.fileno(),),
                 env=environment,
                 cwd="/",
             )
         finally:
             resource.setrlimit(resource.RLIMIT_STACK, (soft, hard))
-            theirs.close()
+            zygote_end.close()
         first = self._receive(START_S)
         if "failed" in first:
             raise _Broken(first["failed"])

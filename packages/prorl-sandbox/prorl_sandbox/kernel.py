@@ -21,16 +21,16 @@ _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 _SECCOMP_SET_MODE_FILTER, _SECCOMP_FILTER_FLAG_SPEC_ALLOW = 1, 4
 
 
-def _checked(result: int, what: str) -> int:
+def _checked(result: int, call: str) -> int:
     if result < 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
+        raise OSError(number, f"{call}: {os.strerror(number)}")
     return result
 
 
-def _syscall(what: str, number: int, *arguments: int | bytes | ctypes.Array | None) -> int:
+def _syscall(call: str, number: int, *arguments: int | bytes | ctypes.Array | None) -> int:
     words = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
-    return _checked(_libc.syscall(ctypes.c_long(number), *words), what)
+    return _checked(_libc.syscall(ctypes.c_long(number), *words), call)
 
 
 def prctl(option: int, value: int) -> None:
@@ -39,7 +39,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies; exit at once if the parent is already dead."""
+    """Have the kernel kill this process when its parent dies; exit immediately if the parent is already dead."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)

@@ -90,14 +90,14 @@ class _Places:
 
     def touched(self) -> list[str]:
         """Return the effects of the attempts outside of the sandbox, as phrases like `change files of the host`."""
-        found = []
+        effects = []
         if sorted(p.name for p in self.folder.iterdir()) != ["secret"] or self.secret.read_text() != self.text:
-            found.append("change files of the host")
+            effects.append("change files of the host")
         elif self.secret.stat().st_mode & 0o777 != 0o644:
-            found.append("change the mode of a file of the host")
+            effects.append("change the mode of a file of the host")
         if select.select(self.listeners, [], [], 0)[0]:
-            found.append("reach a socket of the host")
-        return found
+            effects.append("reach a socket of the host")
+        return effects
 
 
 def _same_port() -> list[socket.socket]:
@@ -151,8 +151,8 @@ def prove(sandbox: Sandbox) -> Proof:
         program = Program(_ESCAPES.read_text(), "stdin", (json.dumps(places.words),), time_limit_s=20.0)
         run = sandbox.run(program, lambda *_: True)
         if run.outputs[0] is None or run.over_time:
-            why = "over time" if run.over_time else run.refused or run.details[0]
-            return Proof(sandbox.level, failure=f"the program that attempts the escapes did not end: {why}")
+            reason = "over time" if run.over_time else run.refused or run.details[0]
+            return Proof(sandbox.level, failure=f"the program that attempts the escapes did not end: {reason}")
         try:
             results: dict[str, str] = json.loads(run.outputs[0])
         except ValueError:

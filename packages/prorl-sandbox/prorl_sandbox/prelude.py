@@ -79,12 +79,12 @@ def is_same_tree(first: Any, second: Any) -> bool:
     """Return whether two trees have the same shape and values."""
     pairs = [(first, second)]
     while pairs:
-        one, other = pairs.pop()
-        if one is None and other is None:
+        node, other = pairs.pop()
+        if node is None and other is None:
             continue
-        if one is None or other is None or one.val != other.val:
+        if node is None or other is None or node.val != other.val:
             return False
-        pairs += [(one.left, other.left), (one.right, other.right)]
+        pairs += [(node.left, other.left), (node.right, other.right)]
     return True
 
 

@@ -187,24 +187,24 @@ class _ChildServer:
 
     def _wait(self, pidfd: int, clock: "_Clock") -> str | None:
         """Wait for the end of the child; kill it at a limit.  Return the reason of the kill, or None."""
-        why = None
+        reason = None
         poll = select.poll()
         poll.register(pidfd, select.POLLIN)
         poll.register(self._sock, select.POLLRDHUP)
-        while why is None:
+        while reason is None:
             left = clock.left_s()
             wait = min(left, _POLL_S) if self._watch else left
             ready = dict(poll.poll(max(0.0, wait) * 1000))
             if pidfd in ready:
                 return None
             if self._sock.fileno() in ready:
-                why = "caller"
+                reason = "caller"
             elif left <= 0:
-                why = clock.why_over()
+                reason = clock.why_over()
             elif self._watch and _exceeds_disk(self._folder, self._plan.tmp_mb << 20):
-                why = "disk"
+                reason = "disk"
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        return why
+        return reason
 
 
 class _Clock:

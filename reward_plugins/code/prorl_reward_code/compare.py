@@ -23,20 +23,20 @@ def same_text(expected: str, output: bytes) -> bool:
 
     A number with a decimal point may differ in its last digits.
     """
-    wanted, given = expected.encode("utf-8", "surrogatepass").split(), output.split()
-    if wanted == given:
+    wanted, printed = expected.encode("utf-8", "surrogatepass").split(), output.split()
+    if wanted == printed:
         return True
-    return len(wanted) == len(given) and all(map(_same_token, wanted, given))
+    return len(wanted) == len(printed) and all(map(_same_token, wanted, printed))
 
 
-def _same_token(wanted: bytes, given: bytes) -> bool:
-    if wanted == given:
+def _same_token(wanted: bytes, printed: bytes) -> bool:
+    if wanted == printed:
         return True
-    if b"." not in wanted or max(len(wanted), len(given)) > _MAX_DIGITS:
+    if b"." not in wanted or max(len(wanted), len(printed)) > _MAX_DIGITS:
         return False
-    if not _NUMBER.fullmatch(wanted) or not _NUMBER.fullmatch(given):
+    if not _NUMBER.fullmatch(wanted) or not _NUMBER.fullmatch(printed):
         return False
-    return _close(float(wanted), float(given), REL_TOL_TEXT)
+    return _close(float(wanted), float(printed), REL_TOL_TEXT)
 
 
 def same_value(expected: Any, output: bytes) -> bool:

@@ -54,8 +54,8 @@ def program_of(text: str, names: Collection[str] = ()) -> str | None:
             blocks after it are usage examples.
     """
     text = text.replace("\r\n", "\n")
-    found = blocks(text, _SLACK) or blocks(text, _ANY)
-    candidates = [block.code for block in found if block.is_python] or [block.code for block in found[-1:]]
+    fenced = blocks(text, _SLACK) or blocks(text, _ANY)
+    candidates = [block.code for block in fenced if block.is_python] or [block.code for block in fenced[-1:]]
     if not candidates:
         loose = _LOOSE.findall(text) or _INLINE.findall(text)
         return _dedented(str(loose[-1]).split("\n")) if loose else None
@@ -80,7 +80,7 @@ def blocks(text: str, slack: int) -> list[Block]:
     Args:
         slack: number of columns that a closing fence may be indented deeper than its opening fence.
     """
-    found: list[Block] = []
+    closed: list[Block] = []
     lines = text.split("\n")
     opened: _Opened | None = None
     for at, line in enumerate(lines):
@@ -101,9 +101,9 @@ def blocks(text: str, slack: int) -> list[Block]:
         inner = lines[opened.start : at]
         if opened.quoted:
             inner = [line.lstrip(" \t").removeprefix(">").removeprefix(" ") for line in inner]
-        found.append(Block(opened.language, _dedented(inner)))
+        closed.append(Block(opened.language, _dedented(inner)))
         opened = None
-    return found
+    return closed
 
 
 def _opening(line: str, start: int) -> _Opened | None:

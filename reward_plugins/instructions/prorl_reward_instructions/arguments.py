@@ -95,17 +95,17 @@ def pattern(expression: str, frame: str = "{}", flags: int = re.IGNORECASE) -> r
         return re.compile(frame.format(re.escape(expression)), flags)
 
 
-def read(where: str, instruction: Instruction, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of one instruction from `given`; other entries of `given` are ignored.
+def read(where: str, instruction: Instruction, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of one instruction from `values`; other entries of `values` are ignored.
 
     Raises ValueError that names the argument, as `where`.NAME.
     """
-    found = {}
+    arguments = {}
     for name, kind in instruction.arguments.items():
-        value = given.get(name)
+        value = values.get(name)
         try:
-            found[name] = kind(value)
+            arguments[name] = kind(value)
         except ValueError as error:
             state = "missing" if value is None else repr(value)
             raise ValueError(f"{where}.{name} is {state}; it {error}") from None
-    return found
+    return arguments

@@ -32,8 +32,8 @@ def _forbidden_words(text: str, forbidden_words: list[str]) -> bool:
 
 
 def letter_frequency(text: str, letter: str, let_frequency: int, let_relation: str) -> bool:
-    found = text.lower().count(letter) if len(letter) == 1 else 0
-    return satisfies(found, let_relation, let_frequency)
+    count = text.lower().count(letter) if len(letter) == 1 else 0
+    return satisfies(count, let_relation, let_frequency)
 
 
 def _number_sentences(text: str, num_sentences: int, relation: str) -> bool:
@@ -67,13 +67,13 @@ def _nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int
 
 
 def _number_placeholders(text: str, num_placeholders: int) -> bool:
-    found = 0
+    count = 0
     for line in text.split("\n"):
         opened = line.find("[")
         while opened >= 0 and (closed := line.find("]", opened)) >= 0:
-            found += 1
+            count += 1
             opened = line.find("[", closed)
-    return found >= num_placeholders
+    return count >= num_placeholders
 
 
 def _postscript(text: str, postscript_marker: str) -> bool:
@@ -82,19 +82,19 @@ def _postscript(text: str, postscript_marker: str) -> bool:
 
 
 def _number_bullet_lists(text: str, num_bullets: int) -> bool:
-    found, starred = 0, False  # starred: the previous line is a single star, and this line is its text
+    count, starred = 0, False  # starred: the previous line is a single star, and this line is its text
     lines = [line.lstrip() for line in text.split("\n")]
     for number, line in enumerate(lines, 1):
         if line.startswith("-"):
-            found += 1
+            count += 1
         if starred:
             starred = False
         elif line == "*":
             starred = number < len(lines)
-            found += starred
+            count += starred
         elif line.startswith("*") and line[1] != "*":
-            found += 1
-    return found == num_bullets
+            count += 1
+    return count == num_bullets
 
 
 def _constrained_response(text: str) -> bool:
@@ -102,8 +102,8 @@ def _constrained_response(text: str) -> bool:
 
 
 def _number_highlighted_sections(text: str, num_highlights: int) -> bool:
-    single = sum(1 for found in re.findall(r"\*([^\n*]*)\*", text) if found.strip())
-    double = sum(1 for found in re.findall(r"\*\*([^\n*]*)\*\*", text) if found.strip())
+    single = sum(1 for section in re.findall(r"\*([^\n*]*)\*", text) if section.strip())
+    double = sum(1 for section in re.findall(r"\*\*([^\n*]*)\*\*", text) if section.strip())
     return single + double >= num_highlights
 
 
@@ -146,8 +146,8 @@ def _end_checker(text: str, end_phrase: str) -> bool:
 
 
 def _capital_word_frequency(text: str, capital_frequency: int, capital_relation: str) -> bool:
-    found = sum(1 for word in words.treebank_words(text) if word.isupper())
-    return satisfies(found, capital_relation, capital_frequency)
+    count = sum(1 for word in words.treebank_words(text) if word.isupper())
+    return satisfies(count, capital_relation, capital_frequency)
 
 
 def _english_capital(text: str) -> bool:

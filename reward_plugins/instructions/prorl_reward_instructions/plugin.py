@@ -24,15 +24,15 @@ def checks_of(truth: dict[str, Any]) -> list[tuple[str, partial[bool]]]:
         if not isinstance(name, str) or name not in KNOWN:
             known = ", ".join(sorted(KNOWN))
             raise ValueError(f"truth.instruction_id_list[{index}] is {name!r}; known: {known}")
-    given = _listed(truth, "kwargs")
-    if len(given) != len(names):
-        raise ValueError(f"truth.kwargs has {len(given)} entries; it must have {len(names)}, one per instruction")
+    kwargs = _listed(truth, "kwargs")
+    if len(kwargs) != len(names):
+        raise ValueError(f"truth.kwargs has {len(kwargs)} entries; it must have {len(names)}, one per instruction")
     checks = []
-    for index, (name, values) in enumerate(zip(names, given, strict=True)):
+    for index, (name, values) in enumerate(zip(names, kwargs, strict=True)):
         if values is not None and not isinstance(values, dict):
             raise ValueError(f"truth.kwargs[{index}] is {values!r}; it must be an object or null")
-        found = arguments.read(f"truth.kwargs[{index}]", KNOWN[name], values or {})
-        checks.append((name, partial(KNOWN[name].check, **found)))
+        keywords = arguments.read(f"truth.kwargs[{index}]", KNOWN[name], values or {})
+        checks.append((name, partial(KNOWN[name].check, **keywords)))
     return checks
 
 
@@ -87,8 +87,8 @@ class InstructionsReward(RewardPlugin):
 
     @classmethod
     def canaries(cls) -> tuple[Canary, ...]:
-        def truth(name: str, **given: Any) -> dict[str, Any]:
-            return {"instruction_id_list": [name], "kwargs": [given]}
+        def truth(name: str, **kwargs: Any) -> dict[str, Any]:
+            return {"instruction_id_list": [name], "kwargs": [kwargs]}
 
         exactly = truth("length_constraints:number_words", num_words=4, relation="at least")
         bullets = truth("detectable_format:number_bullet_lists", num_bullets=2)

@@ -171,7 +171,7 @@ def _pieces(text: str) -> Iterator[tuple[int, int]]:
 def sentences(text: str) -> list[str]:
     """Return the sentences of `text` in order; [] for an empty text."""
     pieces = list(_pieces(text))
-    found: list[str] = []
+    texts: list[str] = []
     moved = 0
     for index, (start, end) in enumerate(pieces):
         start += moved
@@ -179,9 +179,9 @@ def sentences(text: str) -> list[str]:
         if index + 1 < len(pieces):
             next_start, next_end = pieces[index + 1]
             if closing := _CLOSING.match(text[next_start:next_end]):
-                found.append(text[start : next_start + len(closing.group().rstrip())])
+                texts.append(text[start : next_start + len(closing.group().rstrip())])
                 moved = closing.end()
                 continue
         if text[start:end]:
-            found.append(text[start:end])
-    return found
+            texts.append(text[start:end])
+    return texts

@@ -24,10 +24,10 @@ def _repeat_phrase(text: str, phrase: str, small_n: int) -> bool:
     for line in text.split("\n"):
         begin = line.find(start)
         while begin >= 0 and (stop := line.find(end, begin + len(start))) >= 0:
-            found = line[begin : stop + len(end)].split()
-            if len(found) != len(expected):
+            repeated = line[begin : stop + len(end)].split()
+            if len(repeated) != len(expected):
                 return False
-            changes.append(sum(1 for one, other in zip(found, expected, strict=True) if one != other))
+            changes.append(sum(1 for word, other in zip(repeated, expected, strict=True) if word != other))
             begin = line.find(start, stop + len(end))
     return len(changes) == small_n > 0 and max(changes) <= 1 and changes[-1] == 1
 
@@ -43,7 +43,7 @@ def _copying_multiple(text: str, prompt_to_repeat: str, N: int) -> bool:
 
 def _sentence_hyphens(text: str) -> bool:
     joined, expected = text.split("-"), words.plain_sentences(text.replace("-", " "))
-    return all(one == one.strip() == other for one, other in zip(joined, expected, strict=False))
+    return all(sentence == sentence.strip() == other for sentence, other in zip(joined, expected, strict=False))
 
 
 def _no_adjacent_consecutive(text: str) -> bool:
@@ -58,8 +58,8 @@ def _square_brackets(text: str) -> bool:
 
 
 def _bigram_wrapping(text: str) -> bool:
-    found = text.split()
-    pairs = zip(found[::2], found[1::2], strict=False)
+    tokens = text.split()
+    pairs = zip(tokens[::2], tokens[1::2], strict=False)
     return all(first.startswith("<<") and second.endswith(">>") for first, second in pairs)
 
 
@@ -85,8 +85,8 @@ def _palindrome(text: str) -> bool:
 
 
 def _start_end(text: str) -> bool:
-    found = words.treebank_words(text)
-    return len(found) > 1 and found[0].lower() == found[-1].lower()
+    tokens = words.treebank_words(text)
+    return len(tokens) > 1 and tokens[0].lower() == tokens[-1].lower()
 
 
 def _two_paragraphs(text: str) -> bool:
@@ -127,12 +127,12 @@ def _counting_composition(text: str, n_sent: int, n_words: int) -> bool:
     paragraphs = [words.plain_sentences(paragraph) for paragraph in text.split("***")]
     if len(paragraphs) != 3 or any(len(sentences) != n_sent for sentences in paragraphs):
         return False
-    return all(len(words.treebank_words(sentence)) == n_words for found in paragraphs for sentence in found)
+    return all(len(words.treebank_words(sentence)) == n_words for sentences in paragraphs for sentence in sentences)
 
 
 def _count_unique(text: str) -> bool:
-    found = words.treebank_words(text)
-    return len(found) == len(set(found))
+    tokens = words.treebank_words(text)
+    return len(tokens) == len(set(tokens))
 
 
 def _no_dot(text: str) -> bool:

@@ -85,8 +85,8 @@ def treebank_words(text: str) -> list[str]:
 def plain_sentences(text: str) -> list[str]:
     """Split a text at `.`, `?` and `!`, but not after a few known abbreviations, as IFEval does for key sentences."""
     marked = _apply(_PLAIN, " " + text.replace("\n", " ") + "  ")
-    found = [sentence.strip() for sentence in marked.replace(_KEPT, ".").split(_END)]
-    return found if found[-1] else found[:-1]
+    sentences = [sentence.strip() for sentence in marked.replace(_KEPT, ".").split(_END)]
+    return sentences if sentences[-1] else sentences[:-1]
 
 
 def count_words(text: str) -> int:

@@ -35,8 +35,8 @@ def is_huge(text: str) -> bool:
 
 def _other_case(truth: str, answer: str) -> bool:
     """Return whether the answer writes a variable of the truth in the other case: `A` for `a`, a different quantity."""
-    expected, given = (set(re.findall(r"[A-Za-z]", _COMMANDS.sub(" ", text))) for text in (truth, answer))
-    return any(name not in expected and name.swapcase() in expected and name.swapcase() not in given for name in given)
+    expected, names = (set(re.findall(r"[A-Za-z]", _COMMANDS.sub(" ", text))) for text in (truth, answer))
+    return any(name not in expected and name.swapcase() in expected and name.swapcase() not in names for name in names)
 
 
 def _unsolved(text: str) -> bool:
@@ -51,7 +51,7 @@ def skips_math_verify(truth: str, answer: str) -> bool:
         return True
     if any(pattern.search(answer) and not pattern.search(truth) for pattern in (_NEGATED, _UNEVALUATED)):
         return True
-    expected, given = canonical(truth), canonical(answer)
-    if _RELATION.search(given) and not _RELATION.search(expected) and _unsolved(given):
+    expected, actual = canonical(truth), canonical(answer)
+    if _RELATION.search(actual) and not _RELATION.search(expected) and _unsolved(actual):
         return True
-    return _other_case(expected, given)
+    return _other_case(expected, actual)

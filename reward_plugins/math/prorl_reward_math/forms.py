@@ -46,24 +46,24 @@ def matched(truths: list[str], answers: list[str], same: Same) -> bool:
         return False
     left = list(answers)
     for truth in truths:
-        found = next((index for index, answer in enumerate(left) if same(truth, answer)), None)
-        if found is None:
+        index = next((index for index, answer in enumerate(left) if same(truth, answer)), None)
+        if index is None:
             return False
-        del left[found]
+        del left[index]
     return True
 
 
 def same_elements(truth: str, answer: str, same: Same) -> bool | None:
     """Return whether two lists, sets, tuples or intervals are equal; None if they cannot be compared by elements."""
-    (expected, truths), (given, answers) = listed(truth), listed(answer)
-    if not expected or not given:
-        unequal = {expected, given} & {LIST, SET} and not _MANY_VALUED.search(truth + answer)
+    (expected, truths), (actual, answers) = listed(truth), listed(answer)
+    if not expected or not actual:
+        unequal = {expected, actual} & {LIST, SET} and not _MANY_VALUED.search(truth + answer)
         return False if unequal else None
-    if expected in (LIST, SET) and given in (LIST, SET):
+    if expected in (LIST, SET) and actual in (LIST, SET):
         if len(answers) > len(truths):  # an element that is given twice counts once
-            answers = list({canonical(one): one for one in answers}.values())
+            answers = list({canonical(element): element for element in answers}.values())
         return matched(truths, answers, same)
-    if expected != given and {expected, given} != {"()", LIST}:  # `1, 2` is accepted for `(1, 2)`
+    if expected != actual and {expected, actual} != {"()", LIST}:  # `1, 2` is accepted for `(1, 2)`
         return False
     return len(truths) == len(answers) <= MAX_ELEMENTS and all(map(same, truths, answers))
 
@@ -86,18 +86,18 @@ def unstyled(text: str) -> str:
 def choice(text: str) -> tuple[str, str] | None:
     """Return letter and text of a choice: `C`, `(C)`, `Option C`, `C) text`; None if `text` has another form."""
     text = _CHOICE_LEAD.sub("", unstyled(text))
-    found = _LABEL.match(text)
-    return (found[1], (found[2] or "").strip()) if found else None
+    match = _LABEL.match(text)
+    return (match[1], (match[2] or "").strip()) if match else None
 
 
 def choice_verdict(truth: str, answer: str) -> bool | None:
     r"""Return whether the answer names the truth's letter (`\text{(C)}`, `C`); None unless both name a letter."""
     expected = unstyled(truth)
     marked = re.fullmatch(r"[(\[][A-Za-z][)\]]|[A-Z][)\]]", expected)
-    found, letter = choice(answer), expected.strip("()[]")
-    if found is None or not (marked or re.fullmatch("[A-Z]", expected)):
+    chosen, letter = choice(answer), expected.strip("()[]")
+    if chosen is None or not (marked or re.fullmatch("[A-Z]", expected)):
         return None
-    if re.search(r"\b(?:or|and)\b|[(]?\b[A-Z][).]|[A-Z]\b\s*$", found[1]):  # the text names another letter
+    if re.search(r"\b(?:or|and)\b|[(]?\b[A-Z][).]|[A-Z]\b\s*$", chosen[1]):  # the text names another letter
         return None
     bare = re.fullmatch(r"[A-Za-z]", unstyled(answer)) is not None
-    return found[0] == letter if bare and not marked else found[0].upper() == letter.upper()
+    return chosen[0] == letter if bare and not marked else chosen[0].upper() == letter.upper()

@@ -46,8 +46,8 @@ def same_answer(truth: str, answer: str, tolerance: float | None = None, unit: s
         truth, answer = _named_apart(truth), _named_apart(answer)
     truth, answer = _without_name(truth, answer)
 
-    def same(one: str, other: str) -> bool:
-        return same_answer(one, other, tolerance, unit)
+    def same(expected: str, actual: str) -> bool:
+        return same_answer(expected, actual, tolerance, unit)
 
     verdict = same_elements(truth, answer, same)
     return _same_value(_last_side(truth, answer), answer, tolerance, unit) if verdict is None else verdict
@@ -72,8 +72,8 @@ def _last_side(truth: str, answer: str) -> str:
 
 def _named_apart(text: str) -> str:
     """Return `x=3, y=2` for `(x, y) = (3, 2)`."""
-    found = _TUPLE.fullmatch(text)
-    names, values = (split_top(part) for part in found.groups()) if found else ([], [])
+    match = _TUPLE.fullmatch(text)
+    names, values = (split_top(part) for part in match.groups()) if match else ([], [])
     if len(names) < 2 or len(names) != len(values):
         return text
     return ", ".join(f"{name.strip()}={value.strip()}" for name, value in zip(names, values, strict=True))
@@ -89,18 +89,18 @@ def _same_value(truth: str, answer: str, tolerance: float | None, unit: str) -> 
             truth, own = number_only, letters
     exponent, wanted = power_of_ten(unit)
     wanted = CURRENCIES.get(wanted.strip(), wanted.strip(" $")) or own
-    value, given = split_unit(answer, loose=bool(wanted))
+    value, answer_unit = split_unit(answer, loose=bool(wanted))
     percent = truth.endswith("%"), value.endswith("%")
-    given = given or ("%" if percent == (False, True) else "")
-    if given and wanted and not same_unit(given, wanted):
+    answer_unit = answer_unit or ("%" if percent == (False, True) else "")
+    if answer_unit and wanted and not same_unit(answer_unit, wanted):
         return False
-    expected, found = canonical(truth), canonical(value)
-    if not found or (expected == found and not exponent):
-        return bool(found)
-    exact, total = number(expected), number(found)
+    expected, actual = canonical(truth), canonical(value)
+    if not actual or (expected == actual and not exponent):
+        return bool(actual)
+    exact, total = number(expected), number(actual)
     if exact is not None and total is not None:
         scaled = exact * Fraction(10) ** exponent
-        accepted = {scaled} if given else {scaled, exact}  # `3.2` and `3200000 m` for 3.2 of the unit 10^6 m
+        accepted = {scaled} if answer_unit else {scaled, exact}  # `3.2` and `3200000 m` for 3.2 of the unit 10^6 m
         if "%" in truth and "%" not in value:
             accepted.add(exact / 100)
         if "%" in value and "%" not in truth:
@@ -109,17 +109,17 @@ def _same_value(truth: str, answer: str, tolerance: float | None, unit: str) -> 
     if tolerance is not None and (near := _value(truth)) is not None and (close := _value(value)) is not None:
         return abs(close - near) <= tolerance * abs(near)
     if any(percent):
-        return _same_percentage(expected, found, *percent)
+        return _same_percentage(expected, actual, *percent)
     return verify_with_math_verify(truth, value)
 
 
-def _same_percentage(expected: str, found: str, truth_has: bool, answer_has: bool) -> bool:
+def _same_percentage(expected: str, actual: str, truth_has: bool, answer_has: bool) -> bool:
     """Compare canonical forms, one of a percentage at least; a number without `%` may be meant in hundredths."""
-    pairs = [(expected, found)]
+    pairs = [(expected, actual)]
     if not answer_has:
-        pairs.append((f"({expected})/100", found))
+        pairs.append((f"({expected})/100", actual))
     if not truth_has:
-        pairs.append((expected, f"({found})/100"))
+        pairs.append((expected, f"({actual})/100"))
     return any(verify_with_math_verify(*pair) for pair in pairs)
 
 

@@ -17,7 +17,7 @@ def boxes(text: str) -> list[tuple[int, int]]:
 
     Braces must balance; escaped braces (`\{`) are not counted.  Nested boxes are all returned.  Takes one pass.
     """
-    found: list[tuple[int, int]] = []
+    spans: list[tuple[int, int]] = []
     opened: list[int | None] = []  # for each open brace: where its box command starts, None for other braces
     box_at = box_end = -1
     for token in _BOX_TOKENS.finditer(text):
@@ -28,14 +28,14 @@ def boxes(text: str) -> list[tuple[int, int]]:
         elif word == "}" and opened:
             start = opened.pop()
             if start is not None:
-                found.append((start, token.start()))
+                spans.append((start, token.start()))
         box_at = -1
         if word in ("\\boxed", "\\fbox"):
             box_at, box_end = token.start(), token.end()
             bare = _BARE_BOX.match(text, box_end)
             if bare:
-                found.append(bare.span(1))
-    return sorted(found)
+                spans.append(bare.span(1))
+    return sorted(spans)
 
 
 _BETWEEN_BOXES = re.compile(  # `} and \boxed{`, `}, y = \boxed{`, `}\boxed{`
@@ -49,17 +49,17 @@ def boxed(text: str) -> str | None:
 
     `\boxed{2} and \boxed{3}` gives `2, 3`.  Commas, semicolons, `and` and `or` join boxes; other words do not.
     """
-    found = boxes(text)
-    if not found:
+    spans = boxes(text)
+    if not spans:
         return None
-    begin, end = found[-1]
+    begin, end = spans[-1]
     parts = [text[begin:end].strip()]
-    for one in reversed(found[:-1]):
-        if one[1] <= begin:
-            if not _BETWEEN_BOXES.fullmatch(text, one[1], begin):
+    for span in reversed(spans[:-1]):
+        if span[1] <= begin:
+            if not _BETWEEN_BOXES.fullmatch(text, span[1], begin):
                 break
-            parts.append(text[one[0] : one[1]].strip())
-            begin = one[0]
+            parts.append(text[span[0] : span[1]].strip())
+            begin = span[0]
     return ", ".join(dict.fromkeys(reversed(parts)))
 
 
@@ -87,10 +87,10 @@ _SPACES = re.compile(r"(?<!\\)\\[,;:! ]|\\q?quad(?![A-Za-z])|~|\s")
 def wrapped(text: str) -> bool:
     """Return whether the last character of `text` closes the bracket at its start."""
     depth = 0
-    for found in re.finditer(r"\\\\|\\?[([{]|(\\?[)\]}])", text):
-        depth += -1 if found[1] else 0 if found[0] == "\\\\" else 1
+    for match in re.finditer(r"\\\\|\\?[([{]|(\\?[)\]}])", text):
+        depth += -1 if match[1] else 0 if match[0] == "\\\\" else 1
         if depth == 0:
-            return found.end() == len(text) > 1
+            return match.end() == len(text) > 1
     return False
 
 
@@ -105,20 +105,20 @@ def clean(answer: str) -> str:
     text = _EDGES.sub("", text).rstrip(".,;: \n")
     while text.startswith("{") and len(text) <= MAX_WRAPPED_CHARS and wrapped(text):
         text = text[1:-1].strip(" .,;:\n")
-    if found := TEXT.fullmatch(text):
-        text = found[1].strip()
+    if match := TEXT.fullmatch(text):
+        text = match[1].strip()
     text = _SYMBOL.sub(r"\1", spelled(text))
-    if found := _MONEY.fullmatch(text):
-        sign, before, behind, amount, after = found.groups(default="")
+    if match := _MONEY.fullmatch(text):
+        sign, before, behind, amount, after = match.groups(default="")
         if not _LETTER.search(amount := sign + (behind or amount).strip()):
             text = f"{amount} {CURRENCIES[before or after]}"
     text = _MIXED.sub(_mixed, _BUILDER.sub(r"\1", text))
     return re.sub(r"(?<![A-Za-z\\{])i(?![A-Za-z])", " i ", text).strip()
 
 
-def _mixed(found: re.Match[str]) -> str:
-    whole, over, under = found.groups()
-    return rf"{whole}\frac{{{over}}}{{{under}}}" if int(over) < int(under) else found[0]
+def _mixed(match: re.Match[str]) -> str:
+    whole, over, under = match.groups()
+    return rf"{whole}\frac{{{over}}}{{{under}}}" if int(over) < int(under) else match[0]
 
 
 def canonical(answer: str) -> str:
@@ -140,10 +140,10 @@ _NUMBER = re.compile(
 
 def number(text: str) -> Fraction | None:
     r"""Return the exact value of a canonical decimal number, such as -0.5, 3e-4, 3\cdot10^{4}; otherwise None."""
-    found = _NUMBER.fullmatch(text)
-    if found is None:
+    match = _NUMBER.fullmatch(text)
+    if match is None:
         return None
-    sign, digits, exponent = found[1], found[2] or "1", int(found[3] or found[4] or 0)
+    sign, digits, exponent = match[1], match[2] or "1", int(match[3] or match[4] or 0)
     return Fraction(sign + digits) * Fraction(10) ** exponent if abs(exponent) <= MAX_EXPONENT else None
 
 

@@ -99,9 +99,9 @@ class MathReward(RewardPlugin):
         answers, all_needed = expected_answers(truth)
         tolerance, unit = truth.get("tolerance"), truth.get("unit") or ""
 
-        def same(one: str, other: str) -> bool:
-            return grading.same_answer(one, other, tolerance, unit)
+        def same(expected: str, actual: str) -> bool:
+            return grading.same_answer(expected, actual, tolerance, unit)
 
         if all_needed:
             return grading.all_of(answers, answer, same)
-        return any(same(one, answer) for one in answers)
+        return any(same(expected, answer) for expected in answers)

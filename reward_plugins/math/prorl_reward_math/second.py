@@ -44,7 +44,7 @@ class MathSecond(RewardPlugin):
         if at < 0:  # math-verify would take any number of the text
             return RewardResult(score=0.0, correct=False, detail="no answer in \\boxed{}")
         answers, near = request.truth["answer"], text[max(0, at - _AROUND) : at + _AROUND]
-        accepted = any(_accepts(one, near) for one in ([answers] if isinstance(answers, str) else answers))
+        accepted = any(_accepts(expected, near) for expected in ([answers] if isinstance(answers, str) else answers))
         return RewardResult(score=float(accepted), correct=accepted, detail="math-verify")
 
 

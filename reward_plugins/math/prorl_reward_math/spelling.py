@@ -25,18 +25,18 @@ _SIGNS = str.maketrans(
 )
 
 
-def _power(found: re.Match[str]) -> str:
-    digits = unicodedata.normalize("NFKC", found[0]).replace("\N{MINUS SIGN}", "-")
+def _power(match: re.Match[str]) -> str:
+    digits = unicodedata.normalize("NFKC", match[0]).replace("\N{MINUS SIGN}", "-")
     return f"^{digits}" if len(digits) == 1 else f"^{{{digits}}}"
 
 
-def _fraction(found: re.Match[str]) -> str:
-    over, under = unicodedata.normalize("NFKC", found[0]).split("\N{FRACTION SLASH}")
+def _fraction(match: re.Match[str]) -> str:
+    over, under = unicodedata.normalize("NFKC", match[0]).split("\N{FRACTION SLASH}")
     return rf"\frac{{{over}}}{{{under}}}"
 
 
-def _root(found: re.Match[str]) -> str:
-    return rf"\sqrt{{{found[1] or found[2] or found[3]}}}"
+def _root(match: re.Match[str]) -> str:
+    return rf"\sqrt{{{match[1] or match[2] or match[3]}}}"
 
 
 _FUNCTIONS = "sinh?|cosh?|tanh?|arc(?:sin|cos|tan)|ln|log|exp"
@@ -45,7 +45,7 @@ _CURRENCY = "USD|EUR|GBP|CHF|JPY|INR|CNY|KRW|AUD|CAD|NZD|SEK|NOK|DKK|PLN|CZK|BRL
 _Replacement = str | Callable[[re.Match[str]], str]
 _UNICODE: list[tuple[re.Pattern[str], _Replacement]] = [
     (re.compile("[⁰¹²³⁴-⁹⁻]+"), _power),
-    (re.compile("[₀-₉]+"), lambda found: f"_{{{unicodedata.normalize('NFKC', found[0])}}}"),
+    (re.compile("[₀-₉]+"), lambda match: f"_{{{unicodedata.normalize('NFKC', match[0])}}}"),
     (re.compile("[¼-¾⅐-⅞]"), _fraction),
     (re.compile(r"√\s*(?:(\d+(?:\.\d+)?|[A-Za-z])|\(([^()]*)\)|\{([^{}]*)\})"), _root),
     (re.compile(r"(?:^|(?<=[(\[=,]))\s*–(?=\s*\d)"), "-"),  # elsewhere it may mean a range

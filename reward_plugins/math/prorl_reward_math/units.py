@@ -68,8 +68,8 @@ def read_unit(text: str) -> list[tuple[str, int]]:
     if _NOT_UNITS.search(text):
         return []
     above, _, below = text.partition("/")
-    found = [(1, word) for word in _WORD.findall(above)] + [(-1, word) for word in _WORD.findall(below)]
-    return [(name, (-sign if minus else sign) * int(power or 1)) for sign, (name, minus, power) in found]
+    words = [(1, word) for word in _WORD.findall(above)] + [(-1, word) for word in _WORD.findall(below)]
+    return [(name, (-sign if minus else sign) * int(power or 1)) for sign, (name, minus, power) in words]
 
 
 def split_unit(text: str, loose: bool = False) -> tuple[str, str]:
@@ -80,8 +80,8 @@ def split_unit(text: str, loose: bool = False) -> tuple[str, str]:
         loose: treat letters that may be a factor, as in `5 m` or `5m`, as a unit.  Otherwise they stay in the value.
     """
     text = _BELOW.sub(r"/\1", text) if loose else text
-    if found := _ENDINGS[loose].search(text, max(1, len(text) - MAX_UNIT_CHARS)):
-        value, unit = text[: found.start()].rstrip(), found.group().strip()
+    if match := _ENDINGS[loose].search(text, max(1, len(text) - MAX_UNIT_CHARS)):
+        value, unit = text[: match.start()].rstrip(), match.group().strip()
         if not loose and _FACTOR.match(unit):  # `6/x` and `3 \cdot ab` are formulas
             return text, ""
         complete = value[-1:] not in "+-*/^_(=,{\\" and value.count("{") == value.count("}")
@@ -90,23 +90,23 @@ def split_unit(text: str, loose: bool = False) -> tuple[str, str]:
     return text, ""
 
 
-def _same_word(one: tuple[str, int], other: tuple[str, int]) -> bool:
+def _same_word(first: tuple[str, int], second: tuple[str, int]) -> bool:
     """Return whether two (word, power) pairs are equal; a word may abbreviate the other (`km`, `kilometers`)."""
-    if {one[0].casefold(), other[0].casefold()} <= _LITERS:
-        one, other = (one[0].casefold(), one[1]), (other[0].casefold(), other[1])
-    short, long = sorted((one[0].casefold(), other[0].casefold()), key=len)
+    if {first[0].casefold(), second[0].casefold()} <= _LITERS:
+        first, second = (first[0].casefold(), first[1]), (second[0].casefold(), second[1])
+    short, long = sorted((first[0].casefold(), second[0].casefold()), key=len)
     letters = iter(long)
     spelled = (long in ("am", "pm") or len(long) > 2) and not (len(short) == 1 and _OTHERS.match(long))
     alike = spelled and short[0] == long[0] and all(letter in letters for letter in short)
-    return one[1] == other[1] and (one[0] == other[0] or alike)
+    return first[1] == second[1] and (first[0] == second[0] or alike)
 
 
-def same_unit(one: str, other: str) -> bool:
-    left, right = (sorted(read_unit(unit), key=lambda word: word[0].casefold()) for unit in (one, other))
+def same_unit(first: str, second: str) -> bool:
+    left, right = (sorted(read_unit(unit), key=lambda word: word[0].casefold()) for unit in (first, second))
     return len(left) == len(right) and all(map(_same_word, left, right))
 
 
 def power_of_ten(unit: str) -> tuple[int, str]:
     """Return (exponent, unit without the power of ten): (6, " m") for `10^6 m`, (0, "m") for `m`."""
-    found = re.search(r"(?:\\mathrm\{)?10\^\{?([+-]?\d{1,3})\}?\}?", unit)
-    return (int(found[1]), unit[: found.start()] + unit[found.end() :]) if found else (0, unit)
+    match = re.search(r"(?:\\mathrm\{)?10\^\{?([+-]?\d{1,3})\}?\}?", unit)
+    return (int(match[1]), unit[: match.start()] + unit[match.end() :]) if match else (0, unit)

@@ -23,18 +23,18 @@ def letters(count: int) -> str:
 
 def without_labels(options: Sequence[str]) -> list[str]:
     """Return the texts of the options.  If each begins with its own letter (`A. ...`, `(b) ...`), drop the letters."""
-    found = [_LABELLED.match(option) for option in options]
-    own = all(label and label[1].upper() == letter for label, letter in zip(found, letters(len(options)), strict=True))
-    return [option[label.end() :] if own and label else option for option, label in zip(options, found, strict=True)]
+    labels = [_LABELLED.match(option) for option in options]
+    own = all(label and label[1].upper() == letter for label, letter in zip(labels, letters(len(options)), strict=True))
+    return [option[label.end() :] if own and label else option for option, label in zip(options, labels, strict=True)]
 
 
 def right_letter(answer: str, options: Sequence[str]) -> str:
     """Return the letter of the right option.  Raises ValueError if `answer` is not one of the options' letters."""
-    found = choice(answer)
+    lettered = choice(answer)
     known = letters(len(options))
-    if found is None or found[1] or found[0].upper() not in known:
+    if lettered is None or lettered[1] or lettered[0].upper() not in known:
         raise ValueError(f"truth.answer is {answer!r}; with options it must be one letter of {known[0]} to {known[-1]}")
-    return found[0].upper()
+    return lettered[0].upper()
 
 
 def _form(text: str) -> str:
@@ -60,18 +60,18 @@ def chosen(answer: str, options: Sequence[str], same: Callable[[str, str], bool]
     texts = without_labels(options)
     if len(answer) > MAX_LETTERED_CHARS + 2 * max(map(len, options)):
         return set()
-    found = choice(answer)
+    lettered = choice(answer)
     known = letters(len(options))
     bare = unstyled(answer)
     if re.fullmatch(r"[(]?[a-z][)]?", bare) and (exact := _exactly(bare, texts)):
         return set(exact)
-    if found and found[0].upper() in known:
-        index = known.index(found[0].upper())
-        if not found[1]:
+    if lettered and lettered[0].upper() in known:
+        index = known.index(lettered[0].upper())
+        if not lettered[1]:
             return {index}
         if named := set(_texts(answer, options)) or set(_texts(answer, texts)):
             return named  # the text of the option is itself `(a) 5, (b) 6`
-        return _labelled(index, found[1], texts, known)
+        return _labelled(index, lettered[1], texts, known)
     if read_alike := _texts(bare, texts):
         return set(read_alike)
     if len(answer) > MAX_COMPARED_CHARS:
@@ -93,7 +93,7 @@ def _labelled(index: int, rest: str, texts: Sequence[str], known: str) -> set[in
         return {index} if index in named else {index, *named}
     if _form(texts[index]) and _form(texts[index]) in _form(rest):
         rest = ""  # the text of the option with an addition
-    others = {label for found in _OTHER_LABELS.finditer(rest) for label in found.groups() if label}
+    others = {label for match in _OTHER_LABELS.finditer(rest) for label in match.groups() if label}
     others = {label for label in others if label in known and known.index(label) != index}
     by_value = {at for at, text in enumerate(texts) if rest and canonical(text) == canonical(rest)}
     return {index, *(known.index(label) for label in others), *by_value}

@@ -41,12 +41,12 @@ def same_list(truth: str, answer: str, same: Any) -> bool | None:
         return None
     inner = [part.strip() for part in truth.strip()[1:-1].split(",")]
     text = re.sub(r"\\(?:left|right)(?![A-Za-z])", "", unstyled_list(answer))
-    if found := re.fullmatch(r"\[(.*)\]|[(<](.*)[)>]", text, re.DOTALL):
-        if found[1] is None and len(inner) == 2:
+    if match := re.fullmatch(r"\[(.*)\]|[(<](.*)[)>]", text, re.DOTALL):
+        if match[1] is None and len(inner) == 2:
             return None
-        text = found[1] if found[1] is not None else found[2]
-    given = [part.strip() for part in text.split(",")]
-    return len(inner) == len(given) and all(same(left, right) for left, right in zip(inner, given, strict=True))
+        text = match[1] if match[1] is not None else match[2]
+    actual = [part.strip() for part in text.split(",")]
+    return len(inner) == len(actual) and all(same(left, right) for left, right in zip(inner, actual, strict=True))
 
 
 def unstyled_list(answer: str) -> str:
@@ -74,8 +74,8 @@ _STATED = re.compile(
 def stated_choice(text: str) -> str | None:
     """Return the choice in the last line of the form `Answer: C`; None without such a line."""
     lines = [line for line in text[-2000:].splitlines() if line.strip()]
-    found = [match[1] for line in lines if (match := _STATED.match(line))]
-    return found[-1].strip(" *.`") if found else None
+    stated = [match[1] for line in lines if (match := _STATED.match(line))]
+    return stated[-1].strip(" *.`") if stated else None
 
 
 class StemReward(MathReward):
@@ -140,8 +140,8 @@ class StemReward(MathReward):
         options = truth["options"]
         right = letters(len(options)).index(right_letter(truth["answer"], options))
 
-        def same(one: str, other: str) -> bool:
-            return grading.same_answer(one, other)
+        def same(option: str, text: str) -> bool:
+            return grading.same_answer(option, text)
 
         texts = without_labels(options)
         named = chosen(answer, options, same)
@@ -151,12 +151,12 @@ class StemReward(MathReward):
         answers, all_needed = expected_answers(truth)
         tolerance, unit = truth.get("tolerance"), truth.get("unit") or ""
 
-        def same(one: str, other: str) -> bool:
-            return self._same(one, other, tolerance, unit)
+        def same(expected: str, actual: str) -> bool:
+            return self._same(expected, actual, tolerance, unit)
 
         if all_needed:
             return grading.all_of(answers, answer, same)
-        return any(same(one, answer) for one in answers)
+        return any(same(expected, answer) for expected in answers)
 
     def _same(self, truth: str, answer: str, tolerance: float | None, unit: str) -> bool:
         value = truth_value(truth)
@@ -164,16 +164,16 @@ class StemReward(MathReward):
             return truth_value(answer) == value
         if (verdict := self._by_form(truth, answer)) is not None:
             return verdict
-        listed_verdict = same_list(truth, answer, lambda one, other: grading.same_answer(one, other, tolerance, unit))
+        listed_verdict = same_list(truth, answer, lambda left, right: grading.same_answer(left, right, tolerance, unit))
         if listed_verdict is not None:
             return listed_verdict
         return grading.same_answer(truth, answer, tolerance, unit)
 
     def _by_form(self, truth: str, answer: str) -> bool | None:
         """Return whether two chemical formulas or two single letters are equal; None for anything else."""
-        expected, given = formula(truth), formula(answer)
-        if expected and given and not (is_plain_symbol(expected) and "\\ce" not in truth):
-            return expected == given
+        expected, actual = formula(truth), formula(answer)
+        if expected and actual and not (is_plain_symbol(expected) and "\\ce" not in truth):
+            return expected == actual
         if re.fullmatch(r"[A-J]", unstyled(truth)) and re.fullmatch(r"[a-j]", unstyled(answer)):
             return unstyled(truth) == unstyled(answer).upper()  # a choice whose options are in the question
         return None

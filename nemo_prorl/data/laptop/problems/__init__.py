@@ -27,27 +27,27 @@ def plain_options(source: DataSource) -> dict[str, Any]:
 
 def options_of(source: DataSource, defaults: dict[str, Any]) -> dict[str, Any]:
     """Return the source's options merged over `defaults`.  Raises ConfigError for an option not in `defaults`."""
-    given = plain_options(source)
-    if wrong := sorted(set(given) - set(defaults)):
+    options = plain_options(source)
+    if wrong := sorted(set(options) - set(defaults)):
         raise ConfigError(
             f"data source '{source.name}': {source.generator}: unknown option {', '.join(wrong)}; "
             f"expected one of {', '.join(sorted(defaults))}"
         )
-    return {**defaults, **given}
+    return {**defaults, **options}
 
 
-def kinds_of(source: DataSource, given: Any, known: Sequence[str], least: int = 1) -> list[str]:
-    """Return `given`, the value of the option `kinds`.
+def kinds_of(source: DataSource, kinds: Any, known: Sequence[str], least: int = 1) -> list[str]:
+    """Return `kinds`, the value of the option of this name.
 
-    Raises ConfigError unless `given` is a list of at least `least` names of `known`, each once.
+    Raises ConfigError unless `kinds` is a list of at least `least` names of `known`, each once.
     """
-    fits = isinstance(given, list) and all(isinstance(kind, str) for kind in given) and len(set(given)) == len(given)
-    if not fits or set(given) - set(known) or len(given) < least:
+    fits = isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds) and len(set(kinds)) == len(kinds)
+    if not fits or set(kinds) - set(known) or len(kinds) < least:
         raise ConfigError(
-            f"data source '{source.name}': kinds is {given!r}; expected a list of at least {least} different names of "
+            f"data source '{source.name}': kinds is {kinds!r}; expected a list of at least {least} different names of "
             f"{', '.join(known)}"
         )
-    return list(given)
+    return list(kinds)
 
 
 def number_of(source: DataSource, options: dict[str, Any], key: str, low: int, high: int) -> int:

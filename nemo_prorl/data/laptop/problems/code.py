@@ -46,8 +46,8 @@ def _function(function: Callable[[int], int], arguments: Sequence[int]) -> dict[
 
 
 def _sum(rng: random.Random, high: int) -> _Problem:
-    one, other = rng.randint(0, high), rng.randint(0, high)
-    return f"a program that prints {one} plus {other}.", f"print({one} + {other})", _prints(str(one + other))
+    first, second = rng.randint(0, high), rng.randint(0, high)
+    return f"a program that prints {first} plus {second}.", f"print({first} + {second})", _prints(str(first + second))
 
 
 def _repeat(rng: random.Random, high: int) -> _Problem:

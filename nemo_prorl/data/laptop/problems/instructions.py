@@ -86,9 +86,9 @@ def instructions(source: DataSource) -> Draw:
 def _instruction(kind: str, rng: random.Random, text: _Text, max_words: int) -> tuple[str, dict[str, Any]]:
     """Return the sentence and the IFEval arguments of an instruction; record the instruction in `text`."""
     if kind == "keyword":
-        found = rng.sample(text.free_nouns(), rng.randint(1, 2))
-        text.nouns += found
-        return f"Name the {' and the '.join(found)}.", {"keywords": found}
+        nouns = rng.sample(text.free_nouns(), rng.randint(1, 2))
+        text.nouns += nouns
+        return f"Name the {' and the '.join(nouns)}.", {"keywords": nouns}
     if kind == "words":
         text.least = rng.randint(3, max_words)
         return f"Use at least {text.least} words.", {"num_words": text.least, "relation": "at least"}

@@ -62,9 +62,9 @@ def _units(rng: random.Random, highs: dict[str, int]) -> _Question:
 def _laws(rng: random.Random, highs: dict[str, int]) -> _Question:
     """Return a question whose answer is a product of two quantities; the second has one digit."""
     question, unit = rng.choice(_LAWS)
-    one, other = rng.randint(1, highs["max_factor"]), rng.randint(1, 9)
-    answer = str(one * other)
-    return question.format(one, other), f"{answer} {unit}", {"answer": answer, "unit": unit}
+    first, second = rng.randint(1, highs["max_factor"]), rng.randint(1, 9)
+    answer = str(first * second)
+    return question.format(first, second), f"{answer} {unit}", {"answer": answer, "unit": unit}
 
 
 def _elements(rng: random.Random, highs: dict[str, int]) -> _Question:

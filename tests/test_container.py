@@ -361,6 +361,7 @@ def test_only_what_is_missing_is_installed(tmp_path: Path) -> None:
         in_place.missing_lines(pins, names, {})
 
 
+@pytest.mark.slow
 def test_what_is_too_old_is_replaced_unless_others_need_it_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names in container.txt only; never numpy, for which the container's packages are compiled."""
     needs = {"toy": ["old>=2", "held>=2", "numpy>=2", "other>=2", "new>=1"], "torch-like": ["held<2"]}

@@ -429,7 +429,7 @@ def test_a_run_is_exported(words: Words, place: Path) -> None:
     assert (place / words[3] / "model.safetensors").is_file()
 
 
-@commands_of("stage.sbatch")
+@commands_of("stage.sbatch", slow=lambda words: words[:2] != ["sbatch", "slurm/stage.sbatch"])
 def test_a_job_is_rendered(words: Words, tmp_path: Path) -> None:
     """The script itself with --dry-run: sbatch would start it on the nodes that its flags ask for."""
     given = with_model([word for word in stage_words(words) if word != "--dry-run"], tmp_path)

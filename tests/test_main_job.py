@@ -187,6 +187,7 @@ def assert_equal_to_the_bit(undisturbed: Path, disturbed: Path) -> None:
     assert list(dict.fromkeys(resets)) == [("reset_intent", 2), ("reset_commit", 2)]
 
 
+@pytest.mark.slow
 def test_a_run_can_be_asked_why(undisturbed: Path, disturbed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Equal runs have equal ledgers; stored steps train again without engines, also across the reset after step 2."""
     assert cli.main(["bisect", str(undisturbed), str(disturbed)]) == 0
@@ -205,6 +206,7 @@ def test_a_run_can_be_asked_why(undisturbed: Path, disturbed: Path, capsys: pyte
     assert "update 1/settings: lr (configuration)" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_audit_names_the_side_that_is_off(
     undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -172,6 +172,7 @@ mutate.try_folder(root, "it", mutants, lambda m, outcome, _: found.write(json.du
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=180, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.starts
 def test_killed_mutants_are_told_from_survivors(tmp_path: Path) -> None:
     done = tried(tmp_path, TESTS)

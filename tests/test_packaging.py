@@ -187,6 +187,7 @@ def test_the_wheel_holds_every_file_and_nothing_else(wheel: Path) -> None:
     assert f"\nVersion: {VERSION}\n" in metadata
 
 
+@pytest.mark.slow
 @starts
 def test_the_installed_package_is_the_one_of_the_wheel(environment: Path, tmp_path: Path) -> None:
     code = "import nemo_prorl; print(nemo_prorl.__file__, nemo_prorl.__version__)"
@@ -244,6 +245,7 @@ def test_the_report_page_is_made_from_the_wheel(environment: Path, tmp_path: Pat
     assert "uPlot" in made
 
 
+@pytest.mark.slow
 @starts
 def test_a_new_plugin_is_listed_once_it_is_installed(prorl: Command, environment: Path, tmp_path: Path) -> None:
     before = prorl("rewards", "list")

@@ -224,6 +224,7 @@ def test_private_tests_have_a_limit_of_size(monkeypatch: pytest.MonkeyPatch) -> 
 # --- HumanEval+ ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_humanevalplus_of_the_hub(tmp_path: Path) -> None:
     file, out = published.humanevalplus(tmp_path), tmp_path / "out"
     assert prepare("humanevalplus", "--from", file.parent.parent, "--out", out, "--check", "all") == 0
@@ -234,6 +235,7 @@ def test_humanevalplus_of_the_hub(tmp_path: Path) -> None:
         assert scored(rows, programs) == (set() if right else set(range(4))), form
 
 
+@pytest.mark.slow
 def test_evalplus_own_files_keep_the_tolerance(tmp_path: Path) -> None:
     """The same function with `base_input`, `plus_input` and `atol`, as EvalPlus' package downloads it."""
     function = published.FUNCTIONS[1]

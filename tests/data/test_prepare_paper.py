@@ -89,6 +89,7 @@ def test_a_folder_can_be_made_by_the_command_in_its_manifest(made: Path, tmp_pat
                 assert records(tmp_path / name, part) == records(out, part)
 
 
+@pytest.mark.slow
 def test_finished_folders_are_kept_and_others_are_made_again(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

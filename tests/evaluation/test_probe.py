@@ -96,6 +96,7 @@ def test_a_small_model_that_would_be_warmed_up_has_one_fix(tmp_path: Path) -> No
     assert "Fix: prorl warmup" not in told
 
 
+@pytest.mark.slow
 @pytest.mark.starts
 def test_a_context_that_is_too_small_is_named_as_train_names_it(tmp_path: Path) -> None:
     write_model(tmp_path / "model", MODELS[next(iter(MODELS))] | {"hidden_size": 128, "max_position_embeddings": 512})

@@ -93,6 +93,7 @@ def test_a_node_without_nvidia_smi_is_refused(monkeypatch: pytest.MonkeyPatch) -
     assert "nvidia-smi cannot be run" in refusal()
 
 
+@pytest.mark.slow
 @pytest.mark.starts
 def test_the_doctor_prints_the_same_checks(smi: Smi) -> None:
     smi(8, "Prohibited")

@@ -82,6 +82,7 @@ def test_with_the_limit_each_tells_what_is_left_out(
     assert told.count("1 of 20") == 1
 
 
+@pytest.mark.slow
 def test_the_batch_script_s_dry_run_refuses_it(words: list[str]) -> None:
     script = [str(ROOT / "slurm" / "stage.sbatch"), "run1", *words, "--dry-run"]
     told = subprocess.run(["bash", *script], capture_output=True, text=True, check=False)

@@ -510,6 +510,7 @@ def test_json_is_the_same_as_one_object_and_documented(capsys: pytest.CaptureFix
     assert told["stages"][0].keys() | told["rates"].keys() <= set(re.findall(r"`(\w+)`", section))
 
 
+@pytest.mark.slow
 def test_no_stage_is_composed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Composing is what a plan's time goes into; the whole command stays within a few seconds of computing."""
     composed: list[list[str]] = []

@@ -234,9 +234,12 @@ CASES += [(command, "another size") for command in ("train --dry-run", "train", 
 CASES += [
     (command, name) for name in ("head of its own", "no eos") for command in ("train --dry-run", "train", "doctor")
 ]
+REPEATED = [case for case in CASES if case[0] in ("train", "doctor") and case != ("train", "another size")]
 
 
-@pytest.mark.parametrize(("command", "name"), CASES)
+@pytest.mark.parametrize(
+    ("command", "name"), [pytest.param(*case, marks=pytest.mark.slow if case in REPEATED else ()) for case in CASES]
+)
 def test_weights_that_are_not_of_their_config_are_refused_before_anything_starts(
     command: str,
     name: str,
@@ -257,7 +260,9 @@ def test_weights_that_are_not_of_their_config_are_refused_before_anything_starts
     assert not (tmp_path / "imported").exists()
 
 
-@pytest.mark.parametrize("command", ["import-hf", "plan", "train --dry-run", "train"])
+@pytest.mark.parametrize(
+    "command", ["import-hf", "plan", "train --dry-run", pytest.param("train", marks=pytest.mark.slow)]
+)
 def test_a_tokenizer_of_another_model_is_told(command: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = write_model(tmp_path / "model", QWEN2 | {"num_attention_heads": 2, "num_key_value_heads": 1})
     file = model / "tokenizer.json"
@@ -370,7 +375,9 @@ def test_a_chat_template_that_is_not_jinja_is_refused_with_its_line(
     assert cli.main([*words, "data.prompt=chat"]) == 0  # transformers has this tag
 
 
-@pytest.mark.parametrize("command", ["plan", "train --dry-run", "train", "doctor"])
+@pytest.mark.parametrize(
+    "command", ["plan", "train --dry-run", "train", pytest.param("doctor", marks=pytest.mark.slow)]
+)
 def test_a_chat_template_that_refuses_a_system_prompt_is_told_before_a_start(
     command: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -400,7 +407,7 @@ def test_a_tokenizer_that_transformers_cannot_load_is_told(
     assert "Fix: copy the model's tokenizer files again, in a form for transformers 4" in caplog.text
 
 
-@pytest.mark.parametrize("command", ["plan", "train --dry-run", "doctor"])
+@pytest.mark.parametrize("command", ["plan", "train --dry-run", pytest.param("doctor", marks=pytest.mark.slow)])
 def test_generated_prompts_that_fill_the_context_are_told_before_a_start(
     command: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:

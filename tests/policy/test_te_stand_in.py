@@ -88,6 +88,7 @@ assert torch.equal(other.fp8_meta["scaling_bwd"].amax_history, layer.fp8_meta["s
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("version", "says"),
     [

@@ -90,6 +90,7 @@ def engines_left() -> list[list[str]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_an_engine_of_the_run_tells_stale_weights_from_a_decode_that_is_off(tmp_path: Path) -> None:
     cfg, stored, folder = audited(tmp_path / "run", "rollout.kv_cache_mb=64")

@@ -182,6 +182,7 @@ def _counts(line: dict[str, float]) -> dict[str, int]:
     return {key.removeprefix("canaries/"): int(n) for key, n in line.items() if key.startswith("canaries/")}
 
 
+@pytest.mark.slow
 @pytest.mark.starts
 def test_the_canaries_of_all_shipped_plugins_have_their_verdicts() -> None:
     registry = discover()

@@ -171,7 +171,10 @@ def tested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str
     return install
 
 
-@pytest.mark.parametrize("name", INSTALLED)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in ("code", "instructions") else pytest.mark.slow) for name in INSTALLED],
+)
 def test_every_installed_plugin_passes(name: str) -> None:
     plugin = discover().plugin(name)
     assert plugin.examples(), "a plugin of this project gives examples"
@@ -205,7 +208,10 @@ def test_a_good_plugin_passes_every_check(tested: Callable[..., str]) -> None:
     assert re.sub(r"slowest: .*;", "slowest;", said) == PASSED
 
 
-@pytest.mark.parametrize("way", BAD)
+WAIT = ("slow on a long answer", "waits on a long answer", "computes when imported")  # seconds until they are found
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.slow if way in WAIT else ()) for way in BAD])
 def test_a_bad_plugin_fails_that_check_and_no_other(way: str, tested: Callable[..., str]) -> None:
     check, places = BAD[way]
     report = check_plugin(tested(**places))
@@ -314,6 +320,7 @@ def test_a_plugin_that_ends_its_process_is_reported_and_not_believed(tested: Cal
     assert "ended with status 3" in report["truth"].text
 
 
+@pytest.mark.slow
 def test_a_plugin_that_hangs_where_it_is_watched_is_killed_with_what_it_started(
     tested: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

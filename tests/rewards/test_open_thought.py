@@ -116,6 +116,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         yield start(",".join(DOMAINS), name="rewards-0")
 
 
+@pytest.mark.slow
 def test_training_validation_and_stored_rollouts(
     renderer: PromptRenderer,
     server: RunningServer,

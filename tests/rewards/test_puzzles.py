@@ -85,9 +85,9 @@ def test_many_own_answers_of_every_data_set_score_one(puzzles: PuzzlesReward) ->
     [
         "countdown",
         "rubiks_cube",
-        "rush_hour",
+        pytest.param("rush_hour", marks=pytest.mark.slow),
         "simple_integration",
-        "intermediate_integration",
+        pytest.param("intermediate_integration", marks=pytest.mark.slow),
         "polynomial_multiplication",
     ],
 )
@@ -167,6 +167,7 @@ def test_formulas(text: str, allowed: bool) -> None:
     assert is_formula(text) is allowed
 
 
+@pytest.mark.slow
 def test_an_answer_over_the_budget_ends_and_the_next_is_judged() -> None:
     asyncio.run(over_the_budget())
 

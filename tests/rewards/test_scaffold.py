@@ -81,6 +81,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     return made
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_page_make_install_and_test_a_plugin(environment: Environment) -> None:
     told = environment.told
     assert "with its tests and 32 prompt records" in told["prorl rewards new word_count"].stdout

@@ -120,6 +120,7 @@ def expected(batch: CollectedBatch, second: SecondVerifiers) -> tuple[dict[str, 
     return counts, differing
 
 
+@pytest.mark.slow
 @pytest.mark.starts
 def test_a_disagreement_is_counted_and_shown_and_changes_nothing(
     tmp_path: Path, verifiers: Callable[[str], tuple[RewardClient, SecondVerifiers]]

@@ -462,6 +462,7 @@ def test_an_engine_says_which_tensors_it_could_not_compare(
     assert unread == ["model.norm.weight"]
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_the_mean_gap_does_not_see_one_stale_tensor(engine: EngineProcess, models: dict[str, Path]) -> None:
     """The reason for the checksums: the gap of log-probabilities is far below every limit."""

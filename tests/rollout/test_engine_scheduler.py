@@ -132,6 +132,7 @@ for Kind, base in ((AsyncWholeResponses, AsyncScheduler), (WholeResponses, Sched
 """
 
 
+@pytest.mark.slow
 def test_tokens_are_held_until_their_response_ends(said: dict[str, str]) -> None:
     assert said["CHECK"] == "ended with 0", said["CHECK"]
 

@@ -48,6 +48,7 @@ def test_no_process_is_left_after_a_kill_during_the_start(
     assert not engine.endpoint_file.exists()
 
 
+@pytest.mark.slow
 def test_no_process_is_left_when_the_server_is_killed(engine: EngineProcess) -> None:
     assert len(group_members(engine.pid)) >= 4  # server, guard, core, multiprocessing's tracker
     os.kill(engine.pid, signal.SIGKILL)

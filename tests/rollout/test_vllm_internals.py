@@ -53,6 +53,7 @@ for dtype, isa in ((torch.float32, "vec"), (torch.float32, "vec16"), (torch.bflo
 """
 
 
+@pytest.mark.slow
 def test_the_head_sizes_are_those_of_the_installed_kernels(vllm_python: str) -> None:
     command = [vllm_python, "-c", HEAD_SIZES]
     said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
@@ -81,6 +82,7 @@ def sources(python: str) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_what_moved_in_the_sources_of_the_gpu_path_is_named(vllm_python: str) -> None:
     """`tests/rollout/vllm_signatures.py` records them; a line here says what to read again before it records anew."""
     assert "gone" not in RECORDED.values()

@@ -5,7 +5,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from jsonschema import Draft202012Validator
 
 from nemo_prorl.data.records import validate_record
 from nemo_prorl.errors import DataError, ProrlError
@@ -29,119 +29,11 @@ FORMAT_PAGES = sorted(set(REFERENCE.glob("*.md")) - {REFERENCE / "schemas.md"}) 
 
 # --- schemas ---------------------------------------------------------------------------------------------------------
 
-TYPES: dict[str, Callable[[Any], bool]] = {
-    "object": lambda v: isinstance(v, dict),
-    "array": lambda v: isinstance(v, list),
-    "string": lambda v: isinstance(v, str),
-    "boolean": lambda v: isinstance(v, bool),
-    "null": lambda v: v is None,
-    "number": lambda v: isinstance(v, int | float) and not isinstance(v, bool),
-    "integer": lambda v: not isinstance(v, bool) and isinstance(v, int | float) and v == int(v),
-}
-ANNOTATIONS = {"$schema", "$defs", "title", "description", "default", "then", "else"}
-
-
-def faults(value: Any, schema: dict[str, Any], root: dict[str, Any], at: str = "") -> list[str]:
-    """What of JSON Schema these schemas use.  Raises KeyError for a keyword that is not known here."""
-    found: list[str] = []
-    for keyword, rule in schema.items():
-        if keyword not in ANNOTATIONS:
-            found += KEYWORDS[keyword](value, rule, schema, root, at)
-    return found
-
-
-def _of_objects(value: Any, rule: Any, schema: dict[str, Any], root: dict[str, Any], at: str) -> list[str]:
-    """properties, patternProperties and additionalProperties together; called for each, reports for the present one."""
-    if not isinstance(value, dict):
-        return []
-    found = []
-    for key, item in value.items():
-        rules = [sub for pattern, sub in schema.get("patternProperties", {}).items() if re.search(pattern, key)]
-        rules += [schema["properties"][key]] if key in schema.get("properties", {}) else []
-        extra = schema.get("additionalProperties", True)
-        if not rules and isinstance(extra, dict):
-            rules = [extra]
-        if not rules and extra is False:
-            found.append(f"{at}/{key}: unknown")
-        for sub in rules:
-            found += faults(item, sub, root, f"{at}/{key}")
-    return found
-
-
-def _any(value: Any, rules: Any, schema: dict[str, Any], root: dict[str, Any], at: str) -> list[str]:
-    tried = [faults(value, rule, root, at) for rule in rules]
-    return [] if any(not t for t in tried) else [f"{at}: fits none of {len(tried)}: {tried}"]
-
-
-def _one(value: Any, rules: Any, schema: dict[str, Any], root: dict[str, Any], at: str) -> list[str]:
-    fits = sum(not faults(value, rule, root, at) for rule in rules)
-    return [] if fits == 1 else [f"{at}: fits {fits} of {len(rules)}, not one"]
-
-
-def _if(value: Any, rule: Any, schema: dict[str, Any], root: dict[str, Any], at: str) -> list[str]:
-    branch = "else" if faults(value, rule, root, at) else "then"
-    return faults(value, schema.get(branch, {}), root, at)
-
-
-def _ref(value: Any, rule: str, schema: dict[str, Any], root: dict[str, Any], at: str) -> list[str]:
-    target: Any = root
-    for part in rule.removeprefix("#/").split("/"):
-        target = target[part]
-    return faults(value, target, root, at)
-
-
-def _type(value: Any, rule: Any, schema: dict[str, Any], root: dict[str, Any], at: str) -> list[str]:
-    names = [rule] if isinstance(rule, str) else rule
-    return [] if any(TYPES[name](value) for name in names) else [f"{at}: is no {rule}"]
-
-
-def _says(kind: str, holds: Callable[[Any, Any], bool]) -> Callable[..., list[str]]:
-    """A keyword that speaks of values of one type only."""
-
-    def check(value: Any, rule: Any, schema: dict[str, Any], root: dict[str, Any], at: str) -> list[str]:
-        return [] if not TYPES[kind](value) or holds(value, rule) else [f"{at}: {value!r} against {rule!r}"]
-
-    return check
-
-
-KEYWORDS: dict[str, Callable[..., list[str]]] = {
-    "type": _type,
-    "$ref": _ref,
-    "if": _if,
-    "anyOf": _any,
-    "oneOf": _one,
-    "allOf": lambda v, rules, s, root, at: [f for rule in rules for f in faults(v, rule, root, at)],
-    "const": lambda v, rule, s, root, at: (
-        [] if v == rule and type(v) is type(rule) else [f"{at}: {v!r} is not {rule!r}"]
-    ),
-    "propertyNames": lambda v, rule, s, root, at: [
-        f for key in (v if isinstance(v, dict) else ()) for f in faults(key, rule, root, f"{at}/{key}")
-    ],
-    "enum": lambda v, rule, s, root, at: [] if v in rule else [f"{at}: {v!r} is none of {rule}"],
-    "properties": _of_objects,
-    "patternProperties": lambda v, r, s, root, at: [] if "properties" in s else _of_objects(v, r, s, root, at),
-    "additionalProperties": lambda v, r, s, root, at: (
-        [] if s.keys() & {"properties", "patternProperties"} else _of_objects(v, r, s, root, at)
-    ),
-    "items": lambda v, rule, s, root, at: [
-        f for i, item in enumerate(v if isinstance(v, list) else []) for f in faults(item, rule, root, f"{at}/{i}")
-    ],
-    "required": _says("object", lambda v, rule: set(rule) <= v.keys()),
-    "maxProperties": _says("object", lambda v, rule: len(v) <= rule),
-    "minItems": _says("array", lambda v, rule: len(v) >= rule),
-    "maxItems": _says("array", lambda v, rule: len(v) <= rule),
-    "maxLength": _says("string", lambda v, rule: len(v) <= rule),
-    "pattern": _says("string", lambda v, rule: re.search(rule, v) is not None),
-    "minimum": _says("number", lambda v, rule: v >= rule),
-    "maximum": _says("number", lambda v, rule: v <= rule),
-    "exclusiveMinimum": _says("number", lambda v, rule: v > rule),
-}
-
 
 def against(name: str, value: Any) -> list[str]:
-    """Faults of a value as it stands in a file: through JSON and back."""
-    schema = json.loads(SCHEMAS[name].read_text())
-    return faults(json.loads(json.dumps(value)), schema, schema)
+    """Return the faults of a value as it stands in a file: through JSON and back."""
+    schema = Draft202012Validator(json.loads(SCHEMAS[name].read_text()))
+    return [f"{fault.json_path}: {fault.message}" for fault in schema.iter_errors(json.loads(json.dumps(value)))]
 
 
 def test_every_format_has_a_schema_that_says_what_it_is() -> None:
@@ -154,6 +46,7 @@ def test_every_format_has_a_schema_that_says_what_it_is() -> None:
     for name, path in SCHEMAS.items():
         schema = json.loads(path.read_text())
         assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+        Draft202012Validator.check_schema(schema)
         assert schema["title"], name
         assert schema["description"], name
         assert any(f"schemas/{path.name}" in page.read_text() for page in FORMAT_PAGES), name

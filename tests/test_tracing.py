@@ -13,7 +13,7 @@ from nemo_prorl.lifecycle.bottleneck import bottleneck
 from nemo_prorl.lifecycle.step_traces import StepTraces
 from nemo_prorl.rollout.open_responses import OpenResponses
 from nemo_prorl.tracing import RECORDER, Recorder, answer, lanes, timeline
-from tests.test_formats import against  # the schemas' own checker
+from tests.test_formats import against
 
 READY = {"pid": 1, "state": "ready"}
 

@@ -24,7 +24,7 @@ from machine import describe
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from nemo_prorl.report import cli, read
-from tests.report.browser import Browser, Page, browser
+from tests.report.browser import Browser, browser
 
 LOADS = 7
 
@@ -61,13 +61,13 @@ def loads(chromium: Browser, address: str, width: int) -> list[tuple[float, floa
     Raises:
         AssertionError: the page logs an error or sends a request.
     """
-
-    async def look(page: Page) -> tuple[float, float, float]:
-        assert page.errors == [], page.errors
-        assert len(page.requests) == 1, page.requests
-        return page.first_s, page.load_s, page.cpu_s
-
-    return [chromium.visit(address, look, width) for _ in range(LOADS)]
+    seconds = []
+    for _ in range(LOADS):
+        with chromium.visit(address, width) as page:
+            assert page.errors == [], page.errors
+            assert len(page.requests) == 1, page.requests
+            seconds.append((page.first_s, page.load_s, page.cpu_s))
+    return seconds
 
 
 def spread(seconds: Sequence[float]) -> str:
@@ -94,9 +94,9 @@ def main() -> None:
                 begun = time.process_time()
                 out = cli.write([run], [], cli.SAMPLES, folder / "report.html")
                 seconds = time.process_time() - begun
-                found = loads(chromium, out.as_uri(), width)
+                times = loads(chromium, out.as_uri(), width)
                 size = f"{out.stat().st_size / 1e6:.2f} MB"
-                cells = [spread(column) for column in zip(*found, strict=True)]
+                cells = [spread(column) for column in zip(*times, strict=True)]
                 lines.append(f"{what:28s} {size:>8s} {seconds:12.2f} s {' '.join(cells)}")
     lines.append("\nSeconds: median (least to most). CPU: of all of Chromium's processes until all is drawn.")
     lines.append("No console message and no request but the file in any load.")

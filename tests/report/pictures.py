@@ -8,7 +8,6 @@ CHAIN is the folder of a chain, or a run; the RUNs are compared with each other.
 
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 
 from PIL import Image
@@ -22,30 +21,25 @@ DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
 def pictures(chromium: Browser, chain: str, many: str, folder: Path) -> None:
     """Screenshots of both pages, at a desk and on a phone."""
 
-    async def desk(page: Page) -> None:
-        await page.screenshot(folder / "report-overview.png")
-        await page.evaluate("document.querySelector('#time').scrollIntoView({ behavior: 'instant' })")
-        await page.screenshot(folder / "report-time.png")
+    def show(page: Page, selector: str) -> None:
+        page.evaluate(f"document.querySelector('{selector}').scrollIntoView({{ behavior: 'instant' }})")
 
-    async def dark(page: Page) -> None:
-        await page.evaluate("document.querySelectorAll('.sample')[3].open = true")
-        await page.evaluate("document.querySelector('#samples').scrollIntoView({ behavior: 'instant' })")
-        await page.until("document.querySelectorAll('.sample pre').length > 0")
-        await page.screenshot(folder / "report-samples.png")
-
-    async def compare(page: Page) -> None:
-        await page.evaluate("document.querySelector('#comparison').scrollIntoView({ behavior: 'instant' })")
-        await page.screenshot(folder / "report-comparison.png")
-
-    async def phone(page: Page) -> None:
+    with chromium.visit(chain, 1240, 1040) as page:
+        page.screenshot(folder / "report-overview.png")
+        show(page, "#time")
+        page.screenshot(folder / "report-time.png")
+    with chromium.visit(chain, 1000, 860, dark=True) as page:
+        page.evaluate("document.querySelectorAll('.sample')[3].open = true")
+        show(page, "#samples")
+        page.until("document.querySelectorAll('.sample pre').length > 0")
+        page.screenshot(folder / "report-samples.png")
+    with chromium.visit(many, 1240, 800) as page:
+        show(page, "#comparison")
+        page.screenshot(folder / "report-comparison.png")
+    with chromium.visit(chain, 360, 720) as page:
         for number, place in enumerate(("header", "#chart-validation", "#chart-reward")):
-            await page.evaluate(f"document.querySelector('{place}').scrollIntoView({{ behavior: 'instant' }})")
-            await page.screenshot(folder / f"phone-{number}.png")
-
-    chromium.visit(chain, desk, 1240, 1040)
-    chromium.visit(chain, dark, 1000, 860, dark=True)
-    chromium.visit(many, compare, 1240, 800)
-    chromium.visit(chain, phone, 360, 720)
+            show(page, place)
+            page.screenshot(folder / f"phone-{number}.png")
     views = [Image.open(path).convert("RGB") for path in sorted(folder.glob("phone-*.png"))]
     side = Image.new("RGB", (sum(view.width + 24 for view in views) - 24, views[0].height), "#888888")
     for number, view in enumerate(views):
@@ -55,12 +49,13 @@ def pictures(chromium: Browser, chain: str, many: str, folder: Path) -> None:
 
 def tour(run: Path) -> None:
     """Write the report of a run for docs/tour.md, and its pictures: light and dark, desktop and phone."""
-    page = cli.write([run], [], 40, DOCS / "tour" / "report.html")
+    address = cli.write([run], [], 40, DOCS / "tour" / "report.html").as_uri()
     with tempfile.TemporaryDirectory() as name, browser() as chromium:
         for width, height, size in ((1240, 1040, "desktop"), (390, 844, "phone")):
             for dark in (False, True):
                 path = Path(name) / f"tour-{size}-{'dark' if dark else 'light'}.png"
-                chromium.visit(page.as_uri(), partial(Page.screenshot, path=path), width, height, dark)
+                with chromium.visit(address, width, height, dark) as page:
+                    page.screenshot(path)
                 _save(path)
 
 

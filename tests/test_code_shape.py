@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PUBLIC_METHODS, LINES, POSITIONAL = 15, 60, 5
 # Calls whose arguments have no names: of logging, of a partial, of torch, and of what torch compiles.
-NAMELESS = ("info", "warning", "partial", "apply", "_linear_pointwise", "theirs", "_gradient_block")
+NAMELESS = ("info", "warning", "partial", "apply", "_linear_pointwise", "wrapped", "_gradient_block")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

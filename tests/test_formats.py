@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from jsonschema import Draft202012Validator
+from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 
 from nemo_prorl.data.records import validate_record
 from nemo_prorl.errors import DataError, ProrlError

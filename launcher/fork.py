@@ -204,7 +204,7 @@ def composed(args: argparse.Namespace) -> tuple[_Todo, dict[Path, ForkRecord], l
 
 
 def read_fork(folder: Path) -> ForkRecord | None:
-    """Return the content of FOLDER/fork.json; None if there is none that can be read."""
+    """Return the content of FOLDER/fork.json, or None if the file is missing or is not JSON."""
     record: Any = read_object(folder / RECORD)
     if record is not None and record.get("format") != 1:
         raise ConfigError(f"{folder / RECORD}: expected format 1; repeat the command of the fork with this version")

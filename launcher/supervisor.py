@@ -216,7 +216,7 @@ class NodeSupervisor:
         )
 
     def _stopped(self, how: str) -> End:
-        """Report what is kept of a run that a signal ended immediately; return how it ended."""
+        """Return how a run ended that a signal stopped immediately, with what the same command will do."""
         kept = complete(self.dir / "checkpoints")
         return self._over(End(75 if kept else 1, f"{how}; the same command {self._onward()}", self._here))
 

@@ -52,7 +52,7 @@ def rollout(python: Path, on_gpu: bool) -> Check:
 
 
 def locked_version(lock: Path) -> str | None:
-    """Return the version of vLLM in the lock file; None if there is no lock file, as outside a checkout."""
+    """Return the version of vLLM in the lock file, or None outside a checkout, where no lock file is."""
     match = re.search(r"^vllm(?:-cpu)?==([^\s\\]+)", lock.read_text(), re.M) if lock.is_file() else None
     return match[1] if match else None
 

@@ -212,7 +212,7 @@ def check_files(chosen: Iterable[Benchmark], data: Path | None) -> None:
 
 
 def file_of(benchmark: Benchmark, data: Path | None) -> Path | None:
-    """Return the benchmark's file of prompt records, or None if there is none.
+    """Return the file with the benchmark's prompt records, or None if it does not exist.
 
     The file is NAME.jsonl in the folder `data` (option --data), or NAME/validation.jsonl, the held-out part that
     `prorl data prepare` writes; both may be .parquet instead.  For a user's benchmark, a file beside the yaml file is

@@ -76,9 +76,13 @@ class StoredStep:
         for number, known in sorted(logprobs.items()):
             group, _ = self.responses[number]
             responses.setdefault(group.draw_index, []).append(self._response(number, known))
-        heading = "draw {0.draw_index}, {0.task} {0.prompt_id}: mean score {0.mean_reward:.3g}"
         return [
-            ShownGroup(draw, heading.format(group), self._tokenizer.decode(group.prompt_ids), responses[draw])
+            ShownGroup(
+                draw,
+                f"draw {draw}, {group.task} {group.prompt_id}: mean score {group.mean_reward:.3g}",
+                self._tokenizer.decode(group.prompt_ids),
+                responses[draw],
+            )
             for group in self.groups
             if (draw := group.draw_index) in responses
         ]

@@ -97,7 +97,7 @@ def name_in(folder: Path, file: Path) -> str:
 
 
 def has_inputs(options: PrepareOptions, manifest: PreparedManifest) -> bool:
-    """Return whether a manifest's inputs are those that a preparation with these options would read.
+    """Return whether a preparation with these options would read the inputs that a manifest names.
 
     Files of the hub are the same if the commit is.  Without a pinned commit, the recorded commit is used again.
     """

@@ -248,8 +248,10 @@ class Driver:
             self.submission.report_failure(end.what)
         if code in _WRONG:
             return "give_up", code, end
-        end = replace(end, host=end.host or (self.unresponsive_node() if code == 1 else ""))
-        if end.host and (code == _UNFIT or self.blamed(end.host)) and self.job.spare(end.host):
+        # Ask all nodes first: a lost node leaves errors on the others, and the end may name one of them.
+        lost = self.unresponsive_node() if code == 1 and state is not None else ""
+        end = replace(end, host=lost or end.host)
+        if end.host and (lost or code == _UNFIT or self.failed_before(end.host)) and self.job.spare(end.host):
             return "leave_out", code, end
         return "give_up" if code == _UNFIT else "again", code, end
 
@@ -273,15 +275,10 @@ class Driver:
         """Return the first node of the job that cannot start a program; an empty string if all nodes can."""
         return next((host for host in self.job.nodes if not self.terminated and not self.job.starts(host)), "")
 
-    def blamed(self, host: str) -> bool:
-        """Return whether `host`, the node that made this attempt fail, seems to be broken.
-
-        A node seems to be broken if it also made the previous attempt fail (in the same start of the job), or if it
-        cannot start a program now.
-        """
+    def failed_before(self, host: str) -> bool:
+        """Return whether `host` also made the previous attempt fail (in the same start of the job)."""
         last = self.launches.last_end()
-        failed_before = last is not None and last["restart"] == self.job.restart and last["host"] == host
-        return failed_before or not self.job.starts(host)
+        return last is not None and last["restart"] == self.job.restart and last["host"] == host
 
     def wait(self, seconds: float) -> None:
         """Sleep for `seconds`, or until a signal requests the end of the job."""

@@ -37,7 +37,8 @@ from pathlib import Path
 from nemo_prorl.files import write_json
 from nemo_prorl.launcher.peers import End, node_file
 if "true" in sys.argv:
-    sys.exit(os.path.exists("dead-node"))
+    dead = next((word[11:] for word in sys.argv if word.startswith("--nodelist=")), "")
+    sys.exit(os.path.exists(f"dead-{dead}"))
 with open("srun.txt", "a") as file:
     file.write(" ".join(sys.argv[1:]) + "\\n")
 if "enroot" in sys.argv:
@@ -172,9 +173,12 @@ class Cluster:
         _, said = process.communicate(timeout=60)
         return process.returncode, said
 
-    def launches(self) -> list[tuple[Any, ...]]:
+    def ends(self) -> list[dict[str, Any]]:
         lines = [json.loads(line) for line in (self.folder / "run" / "launches.jsonl").read_text().splitlines()]
-        return [(line["attempt"], line["code"], line["next"]) for line in lines if line["event"] == "end"]
+        return [line for line in lines if line["event"] == "end"]
+
+    def launches(self) -> list[tuple[Any, ...]]:
+        return [(line["attempt"], line["code"], line["next"]) for line in self.ends()]
 
     def asked(self) -> list[str]:
         """What Slurm was asked to do."""
@@ -241,9 +245,9 @@ def test_what_srun_says_of_a_node_names_the_cause(
     cluster: Cluster, says: str, decision: dict[str, Any] | None, host: str, what: str
 ) -> None:
     cluster.run([{"code": None, "srun": says, **(decision or {})}, {"code": 0}])
-    lines = [json.loads(line) for line in (cluster.folder / "run" / "launches.jsonl").read_text().splitlines()]
-    assert (lines[1]["code"], lines[1]["host"] or "", lines[1]["next"]) == (1, host, "again")
-    assert what in lines[1]["what"]
+    end = cluster.ends()[0]
+    assert (end["code"], end["host"] or "", end["next"]) == (1, host, "again")
+    assert what in end["what"]
 
 
 def test_a_failure_that_only_srun_sees_is_told_to_the_hook(cluster: Cluster) -> None:
@@ -329,12 +333,16 @@ def test_a_node_to_blame_twice_is_left_out_where_another_works(
     assert cluster.launches()[2] == (3, 1, "again")
 
 
-def test_a_node_that_starts_nothing_is_left_out_at_once_and_others_stay_left_out(cluster: Cluster) -> None:
+@pytest.mark.parametrize("named", ["a", "b", ""])
+def test_a_node_that_starts_nothing_is_left_out_at_once_and_others_stay_left_out(cluster: Cluster, named: str) -> None:
+    """A lost node leaves errors on the others, and the end of the run may name one of them, or none."""
     (cluster.folder / "nodes.txt").write_text(nodes_of("a allocated", "b down", "c mixed", "z idle"))
     (cluster.folder / "job.txt").write_text(JOB.replace("ExcNodeList=(null)", "ExcNodeList=z"))
-    (cluster.folder / "dead-node").touch()
-    assert cluster.run([{"code": 1, "what": "srun reported a failure of node b", "host": "b"}])[0] == 1
+    (cluster.folder / "dead-b").touch()
+    assert cluster.run([{"code": 1, "what": "trainer-0 ended with status 1", "host": named}])[0] == 1
     assert cluster.asked() == ["requeue 17", "update JobId=17 ExcNodeList=z,b"]
+    (end,) = [line for line in cluster.ends() if line["code"] == 1]
+    assert (end["host"], end["next"]) == ("b", "requeue")
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,11 @@ GROUPS = ("algorithm", "cluster", "data", "model", "stage")  # the folders of co
 # Overrides that are paths.  Relative paths are made absolute, because a container starts in another folder.
 _PATHS = re.compile(
     r"pretrained_checkpoint\.restore_from_path|data\.folder|data\.(train|validation)\.\d+\.path|rollout\.python"
-    r"|chain\.start_from|rewards\.functions\.[\w-]+|trainer\.grpo\.(loss|advantage)"
+    r"|chain\.start_from|config_dir"
 )
+# Overrides that name functions: FILE.py:FUNCTION, several joined by " + ", or a list of them.
+_FUNCTIONS = re.compile(r"rewards\.functions\.[\w-]+|trainer\.grpo\.(loss|advantage)|trainer\.resets\.rules\.asks")
+_FILE = re.compile(r"""(?P<before>^[\["']*|,\s*["']?| \+ )(?P<file>[^$"'\[,][^"'\[,]*?\.py)(?=:\w)""")
 _OUTPUT = ("SLURM_LABELIO", "SLURM_UNBUFFEREDIO", "SLURM_STDOUTMODE")  # would change the output that `srun_step` parses
 _ON_EVENT_S = 120.0  # limit for the command in on_event, including srun's start of a container
 _DATA = "prepared"  # default of data.folder
@@ -82,13 +85,13 @@ class Submission:
         folder = f"runs/prorl/{args.stage}" if args.stage != "none" else "runs/laptop"
         values = dict(text.partition("=")[::2] for text in args.overrides)
         self.run_dir = Path(values.get("run_dir", folder)).absolute()
-        rest = [text for text in args.overrides if not text.startswith("run_dir=")]
+        rest = [with_absolute_path(text) for text in args.overrides if not text.startswith("run_dir=")]
         if args.stage == SAVED:  # an override of a group would make `settings.load_run` leave it out
-            self.overrides = [f"run_dir={self.run_dir}", *map(absolute, rest)]
+            self.overrides = [f"run_dir={self.run_dir}", *rest]
         else:
-            rest = [absolute(text) for text in (rest if "cluster" in values else [f"cluster={CLUSTER}", *rest])]
+            rest = rest if "cluster" in values else [f"cluster={CLUSTER}", *rest]
             if args.container_image and "data.folder" not in values:
-                rest.append(absolute(f"data.folder={_DATA}"))
+                rest.append(with_absolute_path(f"data.folder={_DATA}"))
             self.overrides = [f"stage={args.stage}", f"run_dir={self.run_dir}", *rest]
         self.needs: dict[str, Any] = {}
 
@@ -185,18 +188,17 @@ class Submission:
         mounts = [word.split(":") for word in (self.args.container_mounts or "").split(",") if word]
         inside = [Path(mount[1] if len(mount) > 1 else mount[0]) for mount in mounts] + [Path(IN_CONTAINER)]
         for key, _, value in (text.partition("=") for text in self.overrides if self.args.container_image):
-            path = Path(value)
-            is_path = key == "run_dir" or (_PATHS.fullmatch(key) and value not in ("", "null"))
             if key == "data.folder" and not self.needs.get("reads_data_folder", True):
                 continue
-            if not is_path or any(mount in (path, *path.parents) for mount in inside):
-                continue
-            place = path if key in ("run_dir", "data.folder") else path.parent
-            yield (
-                f"{key}={value}: expected a path under a mount of the container; the mounts are"
-                f" {self.args.container_mounts or 'none'}. Fix: --container-mounts={place}:{place}, or give the path"
-                " inside the container."
-            )
+            for path in _paths(key, value):
+                if any(mount in (path, *path.parents) for mount in inside):
+                    continue
+                place = path if key in ("run_dir", "data.folder", "config_dir") else path.parent
+                yield (
+                    f"{key}={value}: expected a path under a mount of the container; the mounts are"
+                    f" {self.args.container_mounts or 'none'}. Fix: --container-mounts={place}:{place}, or give the"
+                    " path inside the container."
+                )
 
     def check_allocation(self) -> None:
         """Raise UnfitMachine unless the job has the nodes and GPUs that the configuration needs."""
@@ -233,16 +235,23 @@ class Submission:
             say(f"topology of {job.host}:\n{text.rstrip()}")
 
 
-def absolute(override: str) -> str:
-    """Return an override; if its value is a relative path, the path is made absolute."""
+def with_absolute_path(override: str) -> str:
+    """Return an override; relative paths in its value are made absolute."""
     key, equals, value = override.partition("=")
+    if _FUNCTIONS.fullmatch(key):
+        return f"{key}{equals}{_FILE.sub(lambda match: match['before'] + os.path.abspath(match['file']), value)}"
     if not _PATHS.fullmatch(key) or value in ("", "null") or value[0] in "/$\"'":
         return override
     if key.endswith("restore_from_path") and value.count("/") == 1 and not os.path.exists(os.path.dirname(value)):
         return override  # a name on the Hugging Face hub, as `data.hub.model_folder` decides it
-    if key.startswith("trainer.grpo.") and ".py:" not in value:
-        return override  # the name of a function of this project, or of an installed package
-    return f"{key}{equals}{os.path.abspath(value)}"
+    return f"{key}{equals}{os.path.abspath(os.path.expanduser(value))}"
+
+
+def _paths(key: str, value: str) -> list[Path]:
+    """Return the absolute paths in an override that `with_absolute_path` returned."""
+    if _FUNCTIONS.fullmatch(key):
+        return [Path(match["file"]) for match in _FILE.finditer(value)]
+    return [Path(value)] if key == "run_dir" or (_PATHS.fullmatch(key) and value.startswith("/")) else []
 
 
 def _is_shown(name: str) -> bool:

@@ -41,7 +41,7 @@ def file_of(place: str) -> Path | None:
     return Path(match["file"]) if match and match["file"] else None
 
 
-def absolute(place: str) -> str:
+def with_absolute_path(place: str) -> str:
     """Return FILE.py:FUNCTION with an absolute path; other values unchanged."""
     file = file_of(place)
     return place if file is None else f"{file.absolute()}:{place.rpartition(':')[2]}"

@@ -40,7 +40,7 @@ from nemo_prorl.errors import ConfigError
 from nemo_prorl.files import first_line
 from nemo_prorl.migration.names import meant
 from nemo_prorl.nemo_keys import adapter_fault, is_read
-from nemo_prorl.rewards.functions import absolute
+from nemo_prorl.rewards.functions import with_absolute_paths
 from nemo_prorl.sizing.memory import is_small
 from nemo_prorl.value_types import did_you_mean, kind_words, likely_fix, same_kind, shown, type_message
 
@@ -187,11 +187,11 @@ def _make_absolute(cfg: DictConfig) -> None:
     if cfg.chain.start_from is not None:
         cfg.chain.start_from = str(Path(cfg.chain.start_from).absolute())
     for task, place in cfg.rewards.functions.items():
-        cfg.rewards.functions[task] = absolute(place)
+        cfg.rewards.functions[task] = with_absolute_paths(place)
     for name in ("loss", "advantage"):
-        cfg.trainer.grpo[name] = own_functions.absolute(cfg.trainer.grpo[name])
+        cfg.trainer.grpo[name] = own_functions.with_absolute_path(cfg.trainer.grpo[name])
     rules = cfg.trainer.resets.rules
-    rules.asks = [own_functions.absolute(rule) for rule in rules.asks]
+    rules.asks = [own_functions.with_absolute_path(rule) for rule in rules.asks]
 
 
 def resolved_yaml(cfg: DictConfig) -> str:

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 from nemo_prorl.config import RewardsConfig
 from nemo_prorl.errors import ConfigError, DataError, RewardFailure
 from nemo_prorl.rewards.discovery import discover, make_plugin
-from nemo_prorl.rewards.functions import absolute, settings_of
+from nemo_prorl.rewards.functions import settings_of, with_absolute_paths
 from nemo_prorl.rewards.interface import RewardRequest
 from nemo_prorl.rewards.judging import RewardService, pool_specs
 from nemo_prorl.rewards.options import (
@@ -178,7 +178,7 @@ def _functions(overrides: list[str]) -> dict[str, str]:
             continue
         if not key.startswith(_FUNCTIONS) or not place:
             raise ConfigError(f"{override}: expected {_FUNCTIONS}TASK=FILE.py:FUNCTION; settings: --settings")
-        places[key.removeprefix(_FUNCTIONS)] = absolute(place)
+        places[key.removeprefix(_FUNCTIONS)] = with_absolute_paths(place)
     return places
 
 

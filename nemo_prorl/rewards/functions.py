@@ -44,7 +44,7 @@ def is_function(name: str) -> bool:
     return match is not None and all(_FUNCTION.fullmatch(part) for part in match[2].split(_AND))
 
 
-def absolute(place: str) -> str:
+def with_absolute_paths(place: str) -> str:
     """Return the value of `rewards.functions.TASK` with absolute paths."""
     return _AND.join(os.path.abspath(part.strip()) for part in place.split(_AND))
 

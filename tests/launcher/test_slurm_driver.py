@@ -515,10 +515,13 @@ def test_relative_paths_count_from_where_sbatch_was_called(cluster: Cluster) -> 
         (cluster.folder / "records" / name).mkdir(parents=True)
         (cluster.folder / "records" / name / "validation.jsonl").write_text('{"task": "math"}\n')
     words = ["data=prorl", "data.max_prompt_tokens=null", "data.folder=records", "rollout.python=bin/python"]
+    (cluster.folder / "mine" / "data").mkdir(parents=True)
+    (cluster.folder / "mine" / "data" / "own.yaml").write_text("# @package data\n")
+    words.append("config_dir=mine")
     code, said = cluster.run([{"code": 0}], *IMAGE, *words)
     assert code == 0, said
     line = cluster.sruns()[1]
-    for key, path in (("data.folder", "records"), ("rollout.python", "bin/python")):
+    for key, path in (("data.folder", "records"), ("rollout.python", "bin/python"), ("config_dir", "mine")):
         assert f" {key}={cluster.folder / path}" in line
 
 
@@ -528,6 +531,9 @@ def test_relative_paths_count_from_where_sbatch_was_called(cluster: Cluster) -> 
         ("pretrained_checkpoint.restore_from_path=models/r1", "models"),
         ("pretrained_checkpoint.restore_from_path=/scratch/r1", "/scratch"),
         ("data=prorl", "prepared"),
+        ("trainer.grpo.loss=/home/me/mine.py:f", "/home/me"),
+        ("config_dir=/home/me/conf", "/home/me/conf"),
+        ("trainer.resets.rules.asks=[kl_spike,/home/me/mine.py:short]", "/home/me"),
     ],
 )
 def test_a_path_under_no_mount_is_named_with_the_mounts(cluster: Cluster, override: str, mount: str) -> None:
@@ -544,6 +550,7 @@ def test_a_path_under_no_mount_is_named_with_the_mounts(cluster: Cluster, overri
 def test_paths_under_a_mount_or_in_the_image_are_no_matter(cluster: Cluster) -> None:
     words = ["data.folder=/data/prepared", "rollout.python=/opt/nemo_prorl/.venv/rollout/bin/python"]
     words += ["pretrained_checkpoint.restore_from_path=null", "run_dir=/lustre/run", "--dry-run"]
+    words += ["trainer.grpo.loss=gspo"]
     cluster.words = [word for word in cluster.words if not word.startswith("run_dir=")]
     code, said = cluster.run([{"code": 0}], *IMAGE, *words)
     assert (code, "expected a path" in said) == (0, False)
@@ -740,14 +747,38 @@ def test_every_node_has_so_many_processors(told: str, least: int | None, monkeyp
 
 
 def test_a_name_on_the_hub_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nemo_prorl.launcher.submission import absolute
+    from nemo_prorl.launcher.submission import with_absolute_path
 
     monkeypatch.chdir(tmp_path)
     key = "pretrained_checkpoint.restore_from_path"
-    assert absolute(f"{key}=Qwen/Qwen2.5-0.5B@main") == f"{key}=Qwen/Qwen2.5-0.5B@main"
+    assert with_absolute_path(f"{key}=Qwen/Qwen2.5-0.5B@main") == f"{key}=Qwen/Qwen2.5-0.5B@main"
     (tmp_path / "Qwen").mkdir()
-    assert absolute(f"{key}=Qwen/Qwen2.5-0.5B") == f"{key}={tmp_path}/Qwen/Qwen2.5-0.5B"
-    for own in ("trainer.grpo.loss", "trainer.grpo.advantage"):
-        assert absolute(f"{own}=mine.py:f") == f"{own}={tmp_path}/mine.py:f"
-        assert absolute(f"{own}=gspo") == f"{own}=gspo"
-        assert absolute(f"{own}=package.module:f") == f"{own}=package.module:f"
+    assert with_absolute_path(f"{key}=Qwen/Qwen2.5-0.5B") == f"{key}={tmp_path}/Qwen/Qwen2.5-0.5B"
+    assert with_absolute_path("config_dir=~/conf") == f"config_dir={Path.home()}/conf"
+
+
+@pytest.mark.parametrize("key", ["trainer.grpo.loss", "rewards.functions.units", "trainer.resets.rules.asks"])
+@pytest.mark.parametrize(
+    ("value", "absolute"),
+    [
+        ("mine.py:f", "HERE/mine.py:f"),
+        ("a b/mine.py:f", "HERE/a b/mine.py:f"),
+        ("/c++/mine.py:f", "/c++/mine.py:f"),
+        ("${oc.env:HOME}/mine.py:f", "${oc.env:HOME}/mine.py:f"),
+        ("gspo", "gspo"),
+        ("package.module:f", "package.module:f"),
+        ("a.py:f*0.9 + ../b.py:g*0.1", "HERE/a.py:f*0.9 + PARENT/b.py:g*0.1"),
+        ("/x/a.py:f + b.py:g", "/x/a.py:f + HERE/b.py:g"),
+        ("'a.py:f + b.py:g'", "'HERE/a.py:f + HERE/b.py:g'"),
+        ("[kl_spike,mine.py:short, 'd/e.py:f']", "[kl_spike,HERE/mine.py:short, 'HERE/d/e.py:f']"),
+        ("[mine.py:short]", "[HERE/mine.py:short]"),
+    ],
+)
+def test_files_of_own_functions_count_from_where_sbatch_was_called(
+    key: str, value: str, absolute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nemo_prorl.launcher.submission import with_absolute_path
+
+    monkeypatch.chdir(tmp_path)
+    absolute = absolute.replace("HERE", str(tmp_path)).replace("PARENT", str(tmp_path.parent))
+    assert with_absolute_path(f"{key}={value}") == f"{key}={absolute}"

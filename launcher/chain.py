@@ -176,14 +176,15 @@ def read_chain(text: str, overrides: Sequence[str], root: Path | None = None) ->
     from nemo_prorl import settings
 
     values = {key: value for key, _, value in (word.partition("=") for word in overrides)}
-    names = stage_names(text, settings.group_options(values.get("config_dir"))["stage"])
+    with contextlib.chdir(root or Path.cwd()):
+        names = stage_names(text, settings.group_options(values.get("config_dir"))["stage"])
     if "stage" in values:
         raise ConfigError(f"stage={values['stage']}: --stages names the stages. Fix: remove this override")
-    folder = Path(values.get("run_dir") or "runs/prorl")
+    folder = Path(values.get("run_dir") or "runs/prorl").expanduser()
     start = values.get("chain.start_from")
     if root is not None:
         folder = folder.absolute()
-        start = start if start in (None, "null") else str(Path(str(start)).absolute())
+        start = start if start in (None, "null") else str(Path(str(start)).expanduser().absolute())
     rest = [word for word in overrides if word.partition("=")[0] not in _OWN]
     default = [f"cluster={CLUSTER}"] if root is not None and "cluster" not in values else []
     first = [] if start is None else [f"chain.start_from={start}"]

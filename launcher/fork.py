@@ -148,6 +148,7 @@ def _submit(todo: _Todo, forks: Mapping[Path, ForkRecord], flags: str, is_rehear
             sys.stdout.write(f"{arm.text}  job {job} is {states[job]}\n")
             continue
         run_dir.mkdir(exist_ok=True)
+        settings.make_data_absolute(cfg)  # the job runs in another folder
         write_text(run_dir / "config.yaml", settings.resolved_yaml(cfg))
         name = f"--job-name=fork-{folder.name}-{arm.name}"
         words = ["sbatch", "--parsable", name, *own, SCRIPT, SAVED, f"run_dir={run_dir}"]
@@ -224,7 +225,7 @@ def arm_of(text: str, parent: DictConfig) -> Arm:
         return Arm(text, text, named[text])
     if "=" not in text:
         raise ConfigError(f"--arms {text}: expected none, reset, broaden, or overrides KEY=VALUE in quotes")
-    own = tuple(text.split())
+    own = tuple(shlex.split(text))
     return Arm(text, re.sub(r"[^A-Za-z0-9._-]+", "_", text), (keeps, *own))
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_prorl.errors import UnfitMachine
+from nemo_prorl.errors import ConfigError, UnfitMachine
 from nemo_prorl.launcher.slurm_queries import Job, output, say
 
 ROOT = Path(__file__).absolute().parent.parent.parent  # the repository: this file's path is ROOT/nemo_prorl/launcher/
@@ -28,9 +28,15 @@ _PATHS = re.compile(
     r"pretrained_checkpoint\.restore_from_path|data\.folder|data\.(train|validation)\.\d+\.path|rollout\.python"
     r"|chain\.start_from|config_dir"
 )
-# Overrides that name functions: FILE.py:FUNCTION, several joined by " + ", or a list of them.
-_FUNCTIONS = re.compile(r"rewards\.functions\.[\w-]+|trainer\.grpo\.(loss|advantage)|trainer\.resets\.rules\.asks")
-_FILE = re.compile(r"""(?P<before>^[\["']*|,\s*["']?| \+ )(?P<file>[^$"'\[,][^"'\[,]*?\.py)(?=:\w)""")
+# Overrides whose value contains paths: functions as FILE.py:FUNCTION, joined by " + " or in a list; a list of sources.
+_INNER = {
+    r"rewards\.functions\.[\w-]+|trainer\.grpo\.(loss|advantage)|trainer\.resets\.rules\.asks": re.compile(
+        r"""(?P<before>^[\["']*|,\s*["']?| \+ )(?P<path>[^$"'\[,][^"'\[,]*?\.py)(?=:\w)"""
+    ),
+    r"data\.(train|validation)": re.compile(
+        r"""(?P<before>[{,]\s*path:\s*["']?)(?!null\b)(?P<path>[^$"'{},\s][^"'{},]*)"""
+    ),
+}
 _OUTPUT = ("SLURM_LABELIO", "SLURM_UNBUFFEREDIO", "SLURM_STDOUTMODE")  # would change the output that `srun_step` parses
 _ON_EVENT_S = 120.0  # limit for the command in on_event, including srun's start of a container
 _DATA = "prepared"  # default of data.folder
@@ -84,13 +90,17 @@ class Submission:
         self.args, self.job = args, job
         folder = f"runs/prorl/{args.stage}" if args.stage != "none" else "runs/laptop"
         values = dict(text.partition("=")[::2] for text in args.overrides)
-        self.run_dir = Path(values.get("run_dir", folder)).absolute()
+        self.run_dir = Path(values.get("run_dir", folder)).expanduser().absolute()
+        if wrong := re.search(r"[^\w./@+%: -]", str(self.run_dir), re.ASCII):
+            raise ConfigError(
+                f"run_dir={self.run_dir}: {wrong[0]!r} has another meaning in an override. Fix: choose another folder"
+            )
         rest = [with_absolute_path(text) for text in args.overrides if not text.startswith("run_dir=")]
         if args.stage == SAVED:  # an override of a group would make `settings.load_run` leave it out
             self.overrides = [f"run_dir={self.run_dir}", *rest]
         else:
             rest = rest if "cluster" in values else [f"cluster={CLUSTER}", *rest]
-            if args.container_image and "data.folder" not in values:
+            if args.container_image and not {"data.folder", "config_dir"} & values.keys():  # an own file may set it
                 rest.append(with_absolute_path(f"data.folder={_DATA}"))
             self.overrides = [f"stage={args.stage}", f"run_dir={self.run_dir}", *rest]
         self.needs: dict[str, Any] = {}
@@ -238,20 +248,29 @@ class Submission:
 def with_absolute_path(override: str) -> str:
     """Return an override; relative paths in its value are made absolute."""
     key, equals, value = override.partition("=")
-    if _FUNCTIONS.fullmatch(key):
-        return f"{key}{equals}{_FILE.sub(lambda match: match['before'] + os.path.abspath(match['file']), value)}"
+    if pattern := _inner(key):
+        return key + equals + pattern.sub(lambda match: match["before"] + _absolute(match["path"]), value)
     if not _PATHS.fullmatch(key) or value in ("", "null") or value[0] in "/$\"'":
         return override
     if key.endswith("restore_from_path") and value.count("/") == 1 and not os.path.exists(os.path.dirname(value)):
         return override  # a name on the Hugging Face hub, as `data.hub.model_folder` decides it
-    return f"{key}{equals}{os.path.abspath(os.path.expanduser(value))}"
+    return f"{key}{equals}{_absolute(value)}"
 
 
 def _paths(key: str, value: str) -> list[Path]:
     """Return the absolute paths in an override that `with_absolute_path` returned."""
-    if _FUNCTIONS.fullmatch(key):
-        return [Path(match["file"]) for match in _FILE.finditer(value)]
+    if pattern := _inner(key):
+        return [Path(match["path"]) for match in pattern.finditer(value)]
     return [Path(value)] if key == "run_dir" or (_PATHS.fullmatch(key) and value.startswith("/")) else []
+
+
+def _inner(key: str) -> re.Pattern[str] | None:
+    """Return the pattern of the paths inside the value of an override; None: the whole value is a path, or no path."""
+    return next((pattern for keys, pattern in _INNER.items() if re.fullmatch(keys, key)), None)
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))
 
 
 def _is_shown(name: str) -> bool:

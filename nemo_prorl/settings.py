@@ -194,6 +194,16 @@ def _make_absolute(cfg: DictConfig) -> None:
     rules.asks = [own_functions.with_absolute_path(rule) for rule in rules.asks]
 
 
+def make_data_absolute(cfg: DictConfig) -> None:
+    """Make the paths of the data and of the model absolute, for a job that runs in another folder."""
+    for source in (*cfg.data.train, *cfg.data.validation):
+        if source.path is not None:
+            source.path = os.path.abspath(source.path)
+    cfg.data.folder = os.path.abspath(cfg.data.folder)
+    if (model := cfg.pretrained_checkpoint.restore_from_path) is not None:
+        cfg.pretrained_checkpoint.restore_from_path = os.path.abspath(model)
+
+
 def resolved_yaml(cfg: DictConfig) -> str:
     """Return the configuration as yaml without interpolations: the text of a run directory's `config.yaml`."""
     return OmegaConf.to_yaml(cfg, resolve=True)
@@ -227,7 +237,8 @@ def conf_folder() -> Path:
 def group_options(own: Path | str | None = None) -> dict[str, list[str]]:
     """Return the names of the options of each group: the shipped ones, and those in the folder `own` (`config_dir`)."""
     shipped = _shipped().items()
-    return {group: sorted(names | _names(Path(own) / group) if own else names) for group, names in shipped}
+    folder = Path(own).expanduser() if own else None
+    return {group: sorted(names | _names(folder / group) if folder else names) for group, names in shipped}
 
 
 @functools.cache

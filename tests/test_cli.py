@@ -83,6 +83,7 @@ def test_a_full_disk_is_said_in_one_line(
         (["warmup", "trainer.warmup.steps=0"], "trainer.warmup.steps=0"),
         (["plan", "cluster=h100"], "h100_4x8"),
         (["plan", "run_dir="], "run_dir=: expected a folder"),
+        (["evaluate", "nowhere", "--out", "o", "--benchmarks", "aime24", "on_event=curl http://a"], "nowhere: "),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

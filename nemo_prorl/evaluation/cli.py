@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_prorl.errors import ConfigError
+from nemo_prorl.evaluation.models import is_url
 from nemo_prorl.evaluation.store import Store, read_json
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
 def _separate_model(args: argparse.Namespace) -> None:
     """Separate MODEL from overrides, in whatever order they were given.  Raises ConfigError for two models."""
     words = [*([] if args.model is None else [args.model]), *args.overrides]
-    named = [word for word in words if "=" not in word or "://" in word or Path(word).exists()]
+    named = [word for word in words if "=" not in word or is_url(word) or Path(word).exists()]
     if len(named) > 1:
         raise ConfigError(f"{' '.join(named)}: expected one MODEL; overrides are KEY=VALUE")
     args.model = named[0] if named else None

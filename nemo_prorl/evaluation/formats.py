@@ -68,6 +68,8 @@ class EvaluationManifest(TypedDict):
     """settings of the engines, and form of the prompts; null for an endpoint"""
     rewards: dict[str, Any]
     """settings of the reward plugins, by plugin"""
+    functions_time_s: NotRequired[float]
+    """CPU seconds that the user's reward functions may use for a response; older versions did not record it"""
     versions: dict[str, str]
     """version by package"""
     verdicts: NotRequired[str]

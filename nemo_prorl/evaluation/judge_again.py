@@ -54,6 +54,7 @@ def judge_again(out: Path, overrides: Sequence[str]) -> tuple[EvaluationResults,
             entry.pop("function", None)
             entry.update(scorer_entry(cfg, known, tasks[name]))
         manifest["rewards"] = plain(cfg.rewards.plugins)
+        manifest["functions_time_s"] = cfg.rewards.functions_time_s
         manifest["verdicts"] = _folder(out, manifest)
         parts = [
             BenchmarkWork(_benchmark(name, entry, tasks[name]), Store(out, name, verdicts=manifest["verdicts"]), some)
@@ -77,13 +78,15 @@ def _configuration(manifest: EvaluationManifest, tasks: Mapping[str, str], overr
     functions = plain(cfg.rewards.functions)
     cfg.rewards.functions = {**recorded_functions(manifest, tasks, functions), **functions}
     cfg.rewards.plugins = OmegaConf.merge(manifest["rewards"], cfg.rewards.plugins)
+    if not any(word.startswith("rewards.functions_time_s=") for word in overrides):
+        cfg.rewards.functions_time_s = manifest.get("functions_time_s", cfg.rewards.functions_time_s)
     return cfg
 
 
 def _folder(out: Path, manifest: EvaluationManifest) -> str:
     """Return the folder of the new verdicts: that of a stopped command with the same scorers, or a new one."""
     scorers = {benchmark: entry.get("scorer") for benchmark, entry in manifest["benchmarks"].items()}
-    wanted = {"scorers": scorers, "rewards": manifest["rewards"]}
+    wanted = {"scorers": scorers, "rewards": manifest["rewards"], "functions_time_s": manifest["functions_time_s"]}
     current = verdicts_folder(manifest)
     if verdicts_folder(read_object(out / "results.json") or {}) != current and _is_of(out / current, wanted):
         return current  # of a command that was killed right before it wrote results.json

@@ -61,6 +61,7 @@ def manifest_of(
         },
         "engine": engine,
         "rewards": plain(cfg.rewards.plugins),
+        "functions_time_s": cfg.rewards.functions_time_s,
         "versions": _versions(cfg, engine is not None),
     }
 
@@ -160,8 +161,7 @@ def merged(
     old: EvaluationManifest = read_json(path)
     catalogued = catalogue(entry["file"] for entry in old["benchmarks"].values() if "file" in entry)
     kept = [name for name in old["benchmarks"] if name not in manifest["benchmarks"] and name in catalogued]
-    settings = {key: (old[key], manifest[key]) for key in _SETTINGS}
-    differ = [f"{key} (there: {shortened(json.dumps(was))})" for key, (was, now) in settings.items() if was != now]
+    differ = _differing_settings(old, manifest)
     if old["model"]["sha256"] != manifest["model"]["sha256"]:
         differ.insert(0, f"model {manifest['model']['name']} (there: {old['model']['name']})")
     for name in old["benchmarks"].keys() & manifest["benchmarks"].keys():
@@ -174,12 +174,14 @@ def merged(
     scorers |= {name: scorer_of(known.plugin_of_task(catalogued[name].task)) for name in kept}
     stale = [name for name in old["benchmarks"] if is_another(old["benchmarks"][name].get("scorer"), scorers.get(name))]
     judging = [f"{name}: another reward function" for name in stale]
-    judging += [text for text in differ if text.startswith("rewards (")]
+    judging += [text for text in differ if text.startswith(("rewards (", "rewards.functions_time_s ("))]
     if differ or judging:
         fix = "Give another folder"
         if set(differ) <= set(judging):
             own = {f"rewards.functions.{benchmark.task}={place}" for benchmark in benchmarks
                    if (place := manifest["benchmarks"][benchmark.name].get("function"))}  # fmt: skip
+            changes = [text for text in differ if text.startswith("rewards.functions_time_s (")]
+            own |= {f"rewards.functions_time_s={manifest['functions_time_s']:g}" for _ in changes}
             again = shlex.join(["prorl", "evaluate", "--judge-again", "--out", str(out), *sorted(own)])
             fix = f"Fix: `{again}` judges the stored responses with it; or give another folder"
         differences = "; ".join(dict.fromkeys([*differ, *judging]))
@@ -190,6 +192,14 @@ def merged(
     if "verdicts" in old:
         counted["verdicts"] = old["verdicts"]
     return [*more, *benchmarks], counted
+
+
+def _differing_settings(old: EvaluationManifest, new: EvaluationManifest) -> list[str]:
+    settings: dict[str, tuple[Any, Any]] = {key: (old[key], new[key]) for key in _SETTINGS}
+    if any("function" in entry for entry in new["benchmarks"].values()):
+        seconds = new["functions_time_s"]
+        settings["rewards.functions_time_s"] = old.get("functions_time_s", seconds), seconds
+    return [f"{key} (there: {shortened(json.dumps(was))})" for key, (was, now) in settings.items() if was != now]
 
 
 def check_expected(manifest: EvaluationManifest, expected: EvaluationManifest) -> None:

@@ -150,8 +150,12 @@ def configuration(options: EvaluationOptions, folder: Path | None) -> DictConfig
     cfg = settings.load([*base, *options.overrides])
     if folder is not None:
         check_heads(cfg)
-    functions = {**_functions_of(options.model), **plain(cfg.rewards.functions)}
-    cfg.rewards.functions = {**_recorded(options, functions), **functions}
+    of_run, manifests = _rewards_of(options.model), _manifests(options)
+    functions = {**of_run.get("functions", {}), **plain(cfg.rewards.functions)}
+    cfg.rewards.functions = {**_recorded(manifests, functions), **functions}
+    if not any(word.startswith("rewards.functions_time_s=") for word in options.overrides):
+        for known in (of_run, *manifests):  # the last one that has it
+            cfg.rewards.functions_time_s = known.get("functions_time_s", cfg.rewards.functions_time_s)
     engines = options.engines or max(1, cfg.rollout.engines // cfg.trainer.num_nodes)
     cfg.trainer.num_nodes, cfg.rollout.engines = 1, engines
     return cfg
@@ -166,25 +170,30 @@ def _check_tasks(known: Registry, benchmarks: Sequence[Benchmark]) -> None:
             raise ConfigError(f"{benchmark.file or benchmark.name}: task is {benchmark.task!r}: {error}") from None
 
 
-def _recorded(options: EvaluationOptions, skip: Mapping[str, str]) -> dict[str, str]:
-    """Return the reward functions that the manifests of `out` and of `expected` name, without tasks of `skip`."""
+def _manifests(options: EvaluationOptions) -> list[Mapping[str, Any]]:
+    """Return the manifests of `out` and of `expected`, where they exist."""
+    manifests = (read_object(options.out / "manifest.json"), options.expected)
+    return [manifest for manifest in manifests if manifest is not None]
+
+
+def _recorded(manifests: Sequence[Mapping[str, Any]], skip: Mapping[str, str]) -> dict[str, str]:
+    """Return the reward functions that the manifests name, without tasks of `skip`."""
     functions: dict[str, str] = {}
-    for manifest in (read_object(options.out / "manifest.json"), options.expected):
-        if manifest is not None:
-            own = [entry["file"] for entry in manifest["benchmarks"].values() if "file" in entry]
-            tasks = {name: benchmark.task for name, benchmark in catalogue(own).items()}
-            functions |= recorded_functions(manifest, tasks, skip)
+    for manifest in manifests:
+        own = [entry["file"] for entry in manifest["benchmarks"].values() if "file" in entry]
+        tasks = {name: benchmark.task for name, benchmark in catalogue(own).items()}
+        functions |= recorded_functions(manifest, tasks, skip)
     return functions
 
 
-def _functions_of(model: str) -> dict[str, str]:
-    """Return the reward functions of the run to which the model belongs; none if it is no run and no checkpoint."""
+def _rewards_of(model: str) -> dict[str, Any]:
+    """Return the part `rewards` of the run to which the model belongs; {} if it is no run and no checkpoint."""
     path = Path(model).absolute()
     file = (path.parent.parent if (path / "state.json").is_file() else path) / "config.yaml"
     if models.is_url(model) or not file.is_file():
         return {}
-    functions: dict[str, str] = plain(settings.read_config(file).rewards.functions)
-    return functions
+    rewards: dict[str, Any] = plain(settings.read_config(file).rewards)
+    return rewards
 
 
 def check_rewards(cfg: DictConfig, known: Registry, records: Sequence[Mapping[str, Any]]) -> None:

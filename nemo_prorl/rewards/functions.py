@@ -46,7 +46,7 @@ def is_function(name: str) -> bool:
 
 def with_absolute_paths(place: str) -> str:
     """Return the value of `rewards.functions.TASK` with absolute paths."""
-    return _AND.join(os.path.abspath(part.strip()) for part in place.split(_AND))
+    return _AND.join(os.path.abspath(os.path.expanduser(part.strip())) for part in place.split(_AND))
 
 
 def place_of(function: Callable[..., Any], key: str) -> str:

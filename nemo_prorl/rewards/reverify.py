@@ -14,13 +14,15 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from nemo_prorl.config import RewardsConfig
 from nemo_prorl.errors import ConfigError, DataError
 from nemo_prorl.files import shortened
 from nemo_prorl.rewards.discovery import discover
+from nemo_prorl.rewards.functions import settings_of
 from nemo_prorl.rewards.interface import RewardRequest, Verdict, read_verdict
 from nemo_prorl.rewards.judging import RewardService, pool_specs
 from nemo_prorl.rewards.options import add_settings, add_unsafe, opened, printable, read_lines
@@ -99,11 +101,11 @@ def judge_again(
     if not tasks:
         raise DataError(f"{files[0]}: contains no response; see trainer.grpo.save_rollout_groups")
     configured = _rewards_of(files[0], settings is None)
-    settings = configured.get("plugins", {}) if settings is None else settings
-    registry = discover(functions=configured.get("functions"))
+    configured = asdict(RewardsConfig()) | configured | ({} if settings is None else {"plugins": settings})
+    registry = discover(functions=configured["functions"])
     if missing := [task for task in tasks if task not in registry.tasks()]:
         raise ConfigError(f"{registry.unknown(missing[0])}. Fix: install the plugin that judged these responses")
-    specs = pool_specs(registry, tasks, workers, settings, unsafe_no_sandbox=unsafe_no_sandbox)
+    specs = pool_specs(registry, tasks, workers, settings_of(configured), unsafe_no_sandbox=unsafe_no_sandbox)
     with opened(out) if out else contextlib.nullcontext() as file:
         return asyncio.run(_judge_all(RewardService(specs, registry), files, workers, file, only_changed))
 

@@ -41,12 +41,14 @@ class Judge:
     """In place of the services of an evaluation: judges by the response, and notes what it was started with."""
 
     started: list[tuple[list[str], int]]
+    seconds: list[float]  # rewards.functions_time_s
     requests: list[dict[str, Any]]
     broken: bool
     fails_after: int | None  # verdicts after which it fails
 
     def __init__(self, cfg: Any, out: Path, tasks: list[str], engines: int) -> None:
         self.started.append((list(tasks), engines))
+        self.seconds.append(cfg.rewards.functions_time_s)
 
     async def __aenter__(self) -> "Judge":
         return self
@@ -73,7 +75,7 @@ class Judge:
 @pytest.fixture
 def judge(monkeypatch: pytest.MonkeyPatch) -> type[Judge]:
     monkeypatch.setattr("nemo_prorl.evaluation.sampling.Services", Judge)
-    Judge.started, Judge.requests, Judge.broken, Judge.fails_after = [], [], False, None
+    Judge.started, Judge.seconds, Judge.requests, Judge.broken, Judge.fails_after = [], [], [], False, None
     monkeypatch.setattr(Judge, "score", Judge.score)  # a test may replace it
     return Judge
 
@@ -334,6 +336,26 @@ def test_a_manifest_names_the_reward_function_that_judged(
     assert main([*again, "--out", str(tmp_path / "moved"), moved]) == 0
 
 
+def test_the_seconds_of_a_reward_function_belong_to_an_evaluation(
+    tmp_path: Path, judge: type[Judge], evaluate: Evaluate, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever continues, repeats or judges it again uses those with which it was judged."""
+    function, seconds = own_benchmark(tmp_path), "rewards.functions_time_s="
+    assert evaluate("out", function, f"{seconds}15", records="own") == 0
+    assert evaluate("out", records="own", samples=3) == 0
+    again = ["evaluate", "--manifest", str(tmp_path / "out" / "manifest.json"), "--out", str(tmp_path / "repeated")]
+    assert main(again) == 0
+    assert evaluate("out", f"{seconds}20", records="own") == ConfigError.exit_code
+    judged = f"evaluate --judge-again --out {tmp_path / 'out'} {function} {seconds}20"
+    assert f"differs in: rewards.functions_time_s (there: 15.0). Fix: `prorl {judged}`" in caplog.text
+    assert judge.seconds == [15.0, 15.0, 15.0]
+    assert main(judged.split()) == 0
+    assert main(judged.split()[:4]) == 0
+    assert judge.seconds[3:] == [20.0, 20.0]
+    for folder, recorded in (("out", 20.0), ("repeated", 15.0)):
+        assert json.loads((tmp_path / folder / "manifest.json").read_text())["functions_time_s"] == recorded
+
+
 def test_a_changed_plugin_is_another_scorer(
     tmp_path: Path, evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -479,13 +501,16 @@ def test_an_evaluation_knows_the_reward_functions_of_its_run(tmp_path: Path) -> 
     run, folder = tmp_path / "run", tmp_path / "run" / "checkpoints" / "step-000002"
     folder.mkdir(parents=True)
     (folder / "state.json").write_text("{}")
-    saved = load(["rewards.functions.share=/r.py:share", "rewards.functions.other=/r.py:other"])
+    words = ["rewards.functions.share=/r.py:share", "rewards.functions.other=/r.py:other"]
+    saved = load([*words, "rewards.functions_time_s=60"])
     (run / "config.yaml").write_text(OmegaConf.to_yaml(saved))
-    for model, overrides, known in (
-        (run, (), {"share": "/r.py:share", "other": "/r.py:other"}),
-        (folder, ("rewards.functions.share=/mine.py:share",), {"share": "/mine.py:share", "other": "/r.py:other"}),
-        (tmp_path, (), {}),
-        ("http://127.0.0.1:1/v1", (), {}),
+    for model, overrides, known, seconds in (
+        (run, (), {"share": "/r.py:share", "other": "/r.py:other"}, 60),
+        (folder, ("rewards.functions.share=/mine.py:share",), {"share": "/mine.py:share", "other": "/r.py:other"}, 60),
+        (run, ("rewards.functions_time_s=5",), {"share": "/r.py:share", "other": "/r.py:other"}, 5),
+        (tmp_path, (), {}, 10),
+        ("http://127.0.0.1:1/v1", (), {}, 10),
     ):
         options = EvaluationOptions(model=str(model), benchmarks=[], out=tmp_path / "out", overrides=overrides)
-        assert configuration(options, None).rewards.functions == known
+        rewards = configuration(options, None).rewards
+        assert (rewards.functions, rewards.functions_time_s) == (known, seconds)

@@ -43,6 +43,8 @@ def test_the_arms_that_have_names_and_those_of_overrides() -> None:
         "trainer.grpo.samples_per_prompt=16",
         "trainer.grpo.prompts_per_step=4",
     )
+    both = "rewards.functions.units=a.py:f*0.9 + a.py:g*0.1"
+    assert arm_of(f"'{both}' seed=3", parent).overrides[1:] == (both, "seed=3")
     own = arm_of("model.optim.lr=1e-4 trainer.grpo.clip_high=0.3", parent)
     assert own.overrides[1:] == ("model.optim.lr=1e-4", "trainer.grpo.clip_high=0.3")
     assert own.name == "model.optim.lr_1e-4_trainer.grpo.clip_high_0.3"
@@ -184,7 +186,11 @@ def test_each_arm_is_a_job_of_its_own_configuration_and_is_submitted_once(
     run = Path.cwd() / "run"
     (run / "checkpoints" / "step-000004").mkdir(parents=True)
     monkeypatch.setattr(fork, "chosen_checkpoint", lambda run_dir, which: run_dir / "checkpoints" / "step-000004")
-    (run / "config.yaml").write_text(settings.resolved_yaml(settings.load([f"run_dir={run}", "seed=5"])))
+    data = "data.validation=[{name: a, path: a.jsonl}]"
+    (run / "config.yaml").write_text(settings.resolved_yaml(settings.load([f"run_dir={run}", "seed=5", data])))
+    (Path.cwd() / "a.jsonl").write_text(
+        json.dumps({"id": "a", "task": "math", "prompt": "?", "truth": {"answer": "7"}}) + "\n"
+    )
     folder = run / "forks" / "4"
     words = ["fork", "run", "--steps", "10", "--arms", "none", "model.optim.lr=1e-4", "--sbatch", "--time=60"]
 
@@ -207,6 +213,7 @@ def test_each_arm_is_a_job_of_its_own_configuration_and_is_submitted_once(
     trained = settings.load_run(arm.overrides)
     assert (trained.seed, trained.model.optim.lr, trained.trainer.grpo.max_steps) == (5, 1e-4, 10)
     assert trained.chain.start_from == str(run / "checkpoints" / "step-000004")
+    assert trained.data.validation[0].path == str(Path.cwd() / "a.jsonl")  # the job runs in the project's folder
 
     slurm.add("squeue", "echo 17 RUNNING None")
     validated(folder / "none", {10: {"a": 0.25}}, 2e6)

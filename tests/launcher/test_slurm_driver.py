@@ -533,6 +533,7 @@ def test_relative_paths_count_from_where_sbatch_was_called(cluster: Cluster) -> 
         ("data=prorl", "prepared"),
         ("trainer.grpo.loss=/home/me/mine.py:f", "/home/me"),
         ("config_dir=/home/me/conf", "/home/me/conf"),
+        ("data.train=[{name: a, path: /data/a.jsonl}, {name: b, path: /home/me/b.jsonl}]", "/home/me"),
         ("trainer.resets.rules.asks=[kl_spike,/home/me/mine.py:short]", "/home/me"),
     ],
 )
@@ -764,7 +765,7 @@ def test_a_name_on_the_hub_is_no_path(tmp_path: Path, monkeypatch: pytest.Monkey
         ("mine.py:f", "HERE/mine.py:f"),
         ("a b/mine.py:f", "HERE/a b/mine.py:f"),
         ("/c++/mine.py:f", "/c++/mine.py:f"),
-        ("${oc.env:HOME}/mine.py:f", "${oc.env:HOME}/mine.py:f"),
+        ("${oc.env:USER}/mine.py:f", "${oc.env:USER}/mine.py:f"),
         ("gspo", "gspo"),
         ("package.module:f", "package.module:f"),
         ("a.py:f*0.9 + ../b.py:g*0.1", "HERE/a.py:f*0.9 + PARENT/b.py:g*0.1"),
@@ -772,6 +773,7 @@ def test_a_name_on_the_hub_is_no_path(tmp_path: Path, monkeypatch: pytest.Monkey
         ("'a.py:f + b.py:g'", "'HERE/a.py:f + HERE/b.py:g'"),
         ("[kl_spike,mine.py:short, 'd/e.py:f']", "[kl_spike,HERE/mine.py:short, 'HERE/d/e.py:f']"),
         ("[mine.py:short]", "[HERE/mine.py:short]"),
+        ("~/a.py:f*0.9 + ~/b.py:g", "HOME/a.py:f*0.9 + HOME/b.py:g"),
     ],
 )
 def test_files_of_own_functions_count_from_where_sbatch_was_called(
@@ -781,4 +783,30 @@ def test_files_of_own_functions_count_from_where_sbatch_was_called(
 
     monkeypatch.chdir(tmp_path)
     absolute = absolute.replace("HERE", str(tmp_path)).replace("PARENT", str(tmp_path.parent))
-    assert with_absolute_path(f"{key}={value}") == f"{key}={absolute}"
+    assert with_absolute_path(f"{key}={value}") == f"{key}={absolute.replace('HOME', str(Path.home()))}"
+
+
+@pytest.mark.parametrize("key", ["data.train", "data.validation"])
+def test_files_of_records_count_from_where_sbatch_was_called(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nemo_prorl.launcher.submission import with_absolute_path
+
+    monkeypatch.chdir(tmp_path)
+    value = f"{key}=[{{name: a, path: x/a.jsonl, size: 3}}, {{path: 'b.jsonl'}},{{path: null}}, {{path: /x/c.jsonl}}]"
+    expected = value.replace("x/a", f"{tmp_path}/x/a").replace("b.jsonl", f"{tmp_path}/b.jsonl")
+    assert with_absolute_path(value) == expected
+    assert with_absolute_path(f"{key}=[]") == f"{key}=[]"
+
+
+def test_a_run_directory_that_an_override_cannot_name_is_refused(cluster: Cluster) -> None:
+    code, said = cluster.run([{"code": 0}], "run_dir=runs/a,b")
+    assert (code, "runs/a,b: ',' has another meaning in an override. Fix: choose another folder" in said) == (2, True)
+
+
+def test_an_own_file_may_set_the_data_folder_of_a_container(cluster: Cluster) -> None:
+    """Otherwise the script names the default folder, whose path inside the image is another."""
+    for words, named in (([], True), (["config_dir=/lustre/conf"], False)):
+        code, _ = cluster.run([{"code": 0}], *IMAGE, *words)
+        started = [line for line in cluster.sruns() if "nemo_prorl.launcher.node" in line][-1]
+        assert (code, f"data.folder={cluster.folder}/prepared" in started) == (0, named)

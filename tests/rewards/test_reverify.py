@@ -141,6 +141,20 @@ def test_settings_are_the_runs_unless_given(tmp_path: Path, capsys: Capture) -> 
     assert cli.main(["reverify", str(tmp_path)]) == 2
 
 
+@pytest.mark.parametrize("words", [[], ["--settings", "{}"]])
+def test_the_seconds_of_a_function_are_the_runs(tmp_path: Path, capsys: Capture, words: list[str]) -> None:
+    slow = "import time\n\n\ndef score(*_):\n    while time.process_time() < 60: pass\n"
+    (tmp_path / "slow.py").write_text(slow)
+    rewards = {"plugins": {}, "functions": {"own": f"{tmp_path}/slow.py:score"}, "functions_time_s": 0.5}
+    (tmp_path / "config.yaml").write_text(json.dumps({"rewards": rewards}))
+    out = tmp_path / "out.jsonl"
+    write(tmp_path / "rollouts" / "step-1.jsonl", [stored("a", "7", "own")])
+    assert cli.main(["reverify", str(tmp_path), "--out", str(out), *words]) == 0
+    (row,) = rows_of(out)
+    assert row["new"]["failure"] == "timeout"
+    assert " 0.5 " in row["new"]["detail"]
+
+
 BAD: list[tuple[Any, str]] = [
     ("{", "not JSON"),
     ([], "a request must be a JSON object"),

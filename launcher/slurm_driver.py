@@ -45,6 +45,7 @@ if not __package__:  # started by path: the modules of this folder must not shad
     sys.path[0] = str(ROOT)
 
 from nemo_prorl.errors import ConfigError, DataError, ProrlError, StoppedCleanly, UnfitMachine  # noqa: E402
+from nemo_prorl.files import last_objects  # noqa: E402
 from nemo_prorl.launcher.launches import PREEMPTED, Launches  # noqa: E402
 from nemo_prorl.launcher.peers import End, node_file  # noqa: E402
 from nemo_prorl.launcher.slurm_queries import Job, say  # noqa: E402
@@ -265,11 +266,8 @@ class Driver:
 
     def out_of_time(self) -> bool:
         """Return whether the run stopped because of trainer.deadlines.job_s, not on request of a user."""
-        try:
-            last = json.loads((self.run_dir / "journal.jsonl").read_text().splitlines()[-1])
-            return last["event"] == "stop" and "trainer.deadlines.job_s" in last["reason"]
-        except (OSError, ValueError, KeyError, IndexError):
-            return False
+        last = last_objects(self.run_dir / "journal.jsonl")[-1:]
+        return bool(last) and last[0].get("event") == "stop" and "trainer.deadlines.job_s" in last[0].get("reason", "")
 
     def unresponsive_node(self) -> str:
         """Return the first node of the job that cannot start a program; an empty string if all nodes can."""

@@ -6,7 +6,6 @@ and the error for a wrong configuration appear within two seconds.
 """
 
 import argparse
-import difflib
 import gc
 import logging
 import re
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nemo_prorl import __version__
-from nemo_prorl.errors import ConfigError, ProrlError, UnfitMachine, disk_full
+from nemo_prorl.errors import ConfigError, ProrlError, UnfitMachine, did_you_mean, disk_full
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -90,8 +89,8 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if match := re.match(r"argument \S+: invalid choice: '(\S+)' \(choose from (.*)\)$", message):
-            near = difflib.get_close_matches(match[1], re.findall(r"[\w-]+", match[2]), n=1)
-            message += f". Did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(match[1], re.findall(r"[\w-]+", match[2]))
+            message += hint and f".{hint}"
         super().error(message)
 
 

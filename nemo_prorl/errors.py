@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import json
 from shlex import quote
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
 DAMAGED = ".damaged"  # suffix of the folder of a checkpoint that was set aside
@@ -32,6 +34,12 @@ def disk_full(error: BaseException) -> str | None:
         f"no space left on the disk, or the disk cannot be written ({reason}). The incomplete file is ignored and the"
         " last checkpoint is intact. Fix: free disk space and run the same command again"
     )
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a suggestion with a space before it; empty if no known name is near."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {near[0]}?" if near else ""
 
 
 class ConfigError(ProrlError, ValueError):

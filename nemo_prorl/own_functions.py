@@ -4,7 +4,6 @@ They are found and imported by their place; `sources` tells whether their code h
 """
 
 import ast
-import difflib
 import hashlib
 import importlib
 import importlib.metadata
@@ -21,7 +20,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
-from nemo_prorl.errors import ConfigError
+from nemo_prorl.errors import ConfigError, did_you_mean
 
 MODULE = "own_function_"  # beginning of the names of modules that are made from files of the user
 _INSTALLED = {"site-packages", "dist-packages"}  # names of the folders of installed packages
@@ -108,8 +107,8 @@ def function_in(module: Any, name: str, key: str) -> Callable[..., Any]:
 
 
 def _no_function(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    meant = f". Did you mean {near[0]}?" if near else f"; expected one of: {', '.join(known) or 'none is there'}"
+    hint = did_you_mean(name, known)
+    meant = f".{hint}" if hint else f"; expected one of: {', '.join(known) or 'none is there'}"
     return f"the file has no function {name}{meant}"
 
 

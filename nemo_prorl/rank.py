@@ -28,7 +28,6 @@ from nemo_prorl.data.blend import Blend, LoadedData, load_sources, of_tasks
 from nemo_prorl.data.laptop.generators import warmup_target
 from nemo_prorl.data.lengths import PromptLengths, fit
 from nemo_prorl.data.render import PromptRenderer
-from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import ProrlError, StoppedCleanly, disk_full
 from nemo_prorl.leader import Leader
 from nemo_prorl.lifecycle import retention, stages
@@ -56,7 +55,7 @@ from nemo_prorl.rollout.engines import EnginePool
 from nemo_prorl.rollout.groups import PromptDraw
 from nemo_prorl.rollout.overlap import OneStepOff
 from nemo_prorl.rollout.rollouts import Rollouts
-from nemo_prorl.service import read_token
+from nemo_prorl.service import awaited_services, read_token
 from nemo_prorl.sizing.devices import node_devices
 from nemo_prorl.sizing.flops import UpdateSpeed
 from nemo_prorl.sizing.memory import ModelShape
@@ -236,19 +235,14 @@ def connect(
     allow_connections()
     endpoints, token_file = run_dir / "endpoints", run_dir / "endpoints" / "token"
     seconds = cfg.trainer.deadlines.startup_s
-    for pattern, count in (("rewards-*.json", cfg.trainer.num_nodes), ("engine-*.json", cfg.rollout.engines)):
-        awaited = f"{count} x {endpoints / pattern} (trainer.deadlines.startup_s; a busy machine needs more)"
-        awaited += f"; see {run_dir / 'logs'}"
-        Deadline(seconds, awaited).wait_until(partial(_exist, endpoints, pattern, count))
+    for kind, count in (("rewards", cfg.trainer.num_nodes), ("engine", cfg.rollout.engines)):
+        deadline, are_ready = awaited_services(endpoints, kind, count, seconds)
+        deadline.wait_until(are_ready)
     _log.info("ready: rollout engines: %d, reward servers: %d", cfg.rollout.engines, cfg.trainer.num_nodes)
     engines = EnginePool(endpoints, read_token(token_file), cfg.rollout.engines)
-    kind = OneStepOff if cfg.rollout.own_devices else Collector
+    collector = OneStepOff if cfg.rollout.own_devices else Collector
     rewards = RewardClient(endpoints, token_file)
-    return kind(cfg, engines, rewards, blend, renderer, canaries=canaries, second=second)
-
-
-def _exist(folder: Path, pattern: str, count: int) -> bool:
-    return len(list(folder.glob(pattern))) >= count
+    return collector(cfg, engines, rewards, blend, renderer, canaries=canaries, second=second)
 
 
 def begin(trainer: Trainer, run_dir: Path) -> None:

@@ -12,11 +12,12 @@ import stat
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.files import read_object
 
@@ -55,6 +56,13 @@ class ServiceEndpoint:
             )
         except (KeyError, TypeError, ValueError):
             return None
+
+
+def awaited_services(endpoints: Path, kind: str, count: int, seconds: float) -> tuple[Deadline, Callable[[], bool]]:
+    """Return the deadline by which so many services of a kind must be ready, and the function that says if they are."""
+    what = f"{count} x {endpoints}/{kind}-*.json (trainer.deadlines.startup_s; a busy machine needs more)"
+    deadline = Deadline(seconds, f"{what}; see {endpoints.parent / 'logs'}")
+    return deadline, lambda: len(list(endpoints.glob(f"{kind}-*.json"))) >= count
 
 
 def is_own(file: Path) -> bool:

@@ -36,13 +36,13 @@ from nemo_prorl.config_changes import check_same_run, leaves
 from nemo_prorl.data.hf_config import model_keys
 from nemo_prorl.data.hub import model_folder
 from nemo_prorl.data.prepared import check_data
-from nemo_prorl.errors import ConfigError
+from nemo_prorl.errors import ConfigError, did_you_mean
 from nemo_prorl.files import first_line
 from nemo_prorl.migration.names import meant
 from nemo_prorl.nemo_keys import adapter_fault, is_read
 from nemo_prorl.rewards.functions import with_absolute_paths
 from nemo_prorl.sizing.memory import is_small
-from nemo_prorl.value_types import did_you_mean, kind_words, likely_fix, same_kind, shown, type_message
+from nemo_prorl.value_types import kind_words, likely_fix, same_kind, shown, type_message
 
 _log = logging.getLogger(__name__)
 

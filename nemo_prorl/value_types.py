@@ -1,6 +1,5 @@
 """What a key's value must be, for `settings`: whether a value is of the type, and the error if it is not."""
 
-import difflib
 from dataclasses import fields, is_dataclass
 from typing import Any, get_args, get_origin
 
@@ -8,6 +7,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_prorl.config import DataSource
+from nemo_prorl.errors import did_you_mean
 from nemo_prorl.files import first_line
 
 
@@ -69,9 +69,3 @@ def likely_fix(key: str, value: Any, kind: Any, node: Any) -> str:
     elif key == "model.optim.sched.warmup_steps" and isinstance(value, float) and 0 < value < 1:
         fix = f"model.optim.sched.warmup_ratio={value}"
     return fix and f". Fix: {fix}"
-
-
-def did_you_mean(name: str, known: list[str]) -> str:
-    """Return a suggestion with a space before it; empty if no known name is near."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f" Did you mean {near[0]}?" if near else ""

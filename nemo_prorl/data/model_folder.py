@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nemo_prorl.data.hf_config import HEAD, json_fault, keys_for, pointer_fault, read_config, takes_part, tensor_shapes
+from nemo_prorl.files import read_object
 
 _EMBEDDING = "model.embed_tokens.weight"
 _DTYPES = ("F32", "BF16", "F16")
@@ -365,8 +366,4 @@ def _added(folder: Path) -> dict[str, int]:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    return read_object(file) or {}

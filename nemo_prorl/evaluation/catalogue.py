@@ -3,7 +3,6 @@
 The files are in benchmarks/, in packages with an entry point of the group `nemo_prorl.benchmarks`, or the user's own.
 """
 
-import difflib
 import hashlib
 import importlib.metadata
 import importlib.resources
@@ -17,7 +16,7 @@ import yaml
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
-from nemo_prorl.errors import ConfigError, DataError
+from nemo_prorl.errors import ConfigError, DataError, did_you_mean
 
 FOLDER = Path(__file__).parent / "benchmarks"
 ENTRY_POINTS = "nemo_prorl.benchmarks"  # each names a package that contains yaml files
@@ -106,8 +105,7 @@ def _wrong(where: object, error: ValidationError) -> ConfigError:
     if first["type"] == "unexpected_keyword_argument":
         inner = Sampling if first["loc"][0] == "sampling" else Benchmark
         known = [field.name for field in fields(inner) if field.name not in ("name", "sha256", "file")]
-        near = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
-        guess = f" Did you mean {near[0]}?" if near else ""
+        guess = did_you_mean(str(first["loc"][-1]), known)
         return ConfigError(f"{where}: unknown key {key} (={first['input']}).{guess} Known: {', '.join(known)}")
     value = f"{key} is {first['input']!r}: " if key and first["type"] != "missing" else f"{key}: " if key else ""
     return ConfigError(f"{where}: {value}{first['msg'].removeprefix('Value error, ')}")
@@ -179,8 +177,7 @@ def choose(text: str) -> list[Benchmark]:
             continue
         matches = [benchmark for benchmark in known.values() if word == benchmark.name or word in benchmark.sets]
         if not matches:
-            near = difflib.get_close_matches(word.lower(), [*known, *sets], n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(word.lower(), [*known, *sets])
             raise ConfigError(
                 f"--benchmarks {word}: no such benchmark.{hint} Known are {', '.join(known)}; sets: {', '.join(sets)}"
             )

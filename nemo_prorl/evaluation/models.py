@@ -9,7 +9,7 @@ import logging
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.files import read_object
@@ -143,13 +143,11 @@ def stop_tokens(folder: Path) -> set[int]:
     """Return the ids of the eos tokens in config.json and generation_config.json."""
     ids: set[int] = set()
     for name in _CONFIGS:
-        if (folder / name).is_file():
-            eos = json.loads((folder / name).read_text()).get("eos_token_id")
-            ids.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
+        eos = (read_object(folder / name) or {}).get("eos_token_id")
+        ids.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
     return ids
 
 
 def longest_context(folder: Path) -> int | None:
     """Return the model's maximum context in tokens, or None if its config.json does not have it."""
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return config.get("max_position_embeddings")
+    return (read_object(folder / "config.json") or {}).get("max_position_embeddings")

@@ -21,8 +21,7 @@ from nemo_prorl.evaluation.formats import (
 from nemo_prorl.evaluation.readings import FORMS, domain_name
 from nemo_prorl.evaluation.store import Key, StoredVerdict, verdicts_folder
 from nemo_prorl.planning.columns import columns
-
-_CORRECT_FROM = 1.0 - 1e-9  # a verdict without `correct` counts as correct at this score or more
+from nemo_prorl.rewards.interface import is_right
 
 
 @dataclass(frozen=True)
@@ -103,11 +102,8 @@ def sample_of(line: EvaluationSample, verdict: StoredVerdict | None, task: str =
     `verdict` is None if the response has not been judged.
     """
     score = None if verdict is None else verdict["score"]
-    correct: bool | None = None
-    failure: str | None = "infrastructure"
-    if verdict is not None and score is not None:
-        failure, correct = verdict["failure"], verdict["correct"]
-        correct = score >= _CORRECT_FROM if correct is None else bool(correct)
+    correct = None if verdict is None else is_right(verdict)
+    failure = "infrastructure" if verdict is None or correct is None else verdict["failure"]
     return Sample(
         correct=correct,
         score=score,

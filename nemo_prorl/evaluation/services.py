@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 
 from omegaconf import DictConfig
 
-from nemo_prorl.deadlines import Deadline
 from nemo_prorl.launcher.health import Health
 from nemo_prorl.launcher.one_node import clear_endpoints
 from nemo_prorl.launcher.processes import Child, MergedLog, stop_all
 from nemo_prorl.launcher.supervisor import NodeSupervisor
 from nemo_prorl.rewards.client import ClientOptions, RewardClient
 from nemo_prorl.rewards.connections import allow_connections
+from nemo_prorl.service import awaited_services
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ class Services:
         (out / "endpoints").chmod(0o700)
         clear_endpoints(out)
         self.endpoints, self.token_file = out / "endpoints", out / "endpoints" / "token"
-        self._cfg, self._out = cfg, out
+        self._cfg = cfg
         node = NodeSupervisor(cfg, out, tasks, MergedLog(out / "logs" / "all.log"))
         children = node.services(weights or self.endpoints, engines, alone=True)
         self.children: list[Child] = children if tasks else children[1:]  # the reward server comes first
@@ -96,9 +96,7 @@ class Services:
         """
         seconds = self._cfg.trainer.deadlines.startup_s
         for kind, count in self._expected:
-            text = f"{count} x {self.endpoints}/{kind}-*.json (trainer.deadlines.startup_s; a busy machine needs more)"
-            text += f"; see {self._out / 'logs'}"
-            deadline = Deadline(seconds, text)
-            while len(list(self.endpoints.glob(f"{kind}-*.json"))) < count:
+            deadline, are_ready = awaited_services(self.endpoints, kind, count, seconds)
+            while not are_ready():
                 deadline.check()
                 await asyncio.sleep(0.05)

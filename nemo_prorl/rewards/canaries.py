@@ -27,7 +27,7 @@ from typing import Any
 
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.rewards.discovery import Registry
-from nemo_prorl.rewards.interface import Canary, RewardRequest, Verdict
+from nemo_prorl.rewards.interface import FULL_SCORE, Canary, RewardRequest, Verdict
 
 RESPONSES_PER_CANARY = 100
 MOST_PER_STEP = 40  # limits the false alarms of a run with very large batches
@@ -38,7 +38,6 @@ FULL = 1050  # 1,000 would make false alarms at BOUND more frequent than 1 % in 
 CONFIDENCE = 0.95  # level of the intervals that people see
 # Side -> name of its errors.
 SIDES = {"right": "false_rejects", "wrong": "false_accepts"}
-_EXACT = 1e-9
 _GRACE_S = 5.0  # seconds after the deadline; the reward client returns by the deadline, unless it hangs
 
 
@@ -67,7 +66,7 @@ def requests_of(plugin_tasks: Sequence[str], canaries: Sequence[Canary]) -> list
 def is_error(right: bool, verdict: Verdict) -> bool | None:
     """Return whether a verdict on a canary is wrong; None if the infrastructure failed."""
     score = verdict["score"]
-    return None if score is None else (score >= 1.0 - _EXACT) != right
+    return None if score is None else (score >= FULL_SCORE) != right
 
 
 class CanarySchedule:

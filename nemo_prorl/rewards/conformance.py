@@ -26,13 +26,12 @@ from typing import Any
 from nemo_prorl.errors import RewardFailure, UnfitMachine
 from nemo_prorl.rewards.conformance_cases import Case, TruthTrial, canary_cases, make_cases, truth_trials
 from nemo_prorl.rewards.discovery import Registry, discover
-from nemo_prorl.rewards.interface import Example, RewardPlugin, Verdict, one_line
+from nemo_prorl.rewards.interface import FULL_SCORE, Example, RewardPlugin, Verdict, one_line
 from nemo_prorl.rewards.judging import pool_specs
 from nemo_prorl.rewards.pool import WALL_FACTOR, PluginPool, PoolSpec, worker_environment
 
 PROBE_S = 180.0  # seconds for the whole probe process
 MAX_TIMEOUTS = 3  # per kind of request; then the kind is skipped: each timeout costs a time budget and a new worker
-EXACT = 1e-9
 
 # Check -> how to fix its failure.
 CHECKS = {
@@ -324,7 +323,7 @@ def _require_verdicts(trial: _Trial, full: str, less: str) -> None:
             continue  # the checks `form` and `time` report it
         if outcome in ("raised", "died"):
             raise _CheckFailed(_shown(trial, case))
-        scores_1 = (verdict["score"] or 0.0) >= 1.0 - EXACT
+        scores_1 = (verdict["score"] or 0.0) >= FULL_SCORE
         if case.kind == full and (not scores_1 or verdict["correct"] is False):
             raise _CheckFailed(f"{_shown(trial, case)}; expected score 1, and field 'correct' true or null")
         if case.kind == less and (scores_1 or verdict["correct"]):

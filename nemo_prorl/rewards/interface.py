@@ -33,6 +33,7 @@ _log = logging.getLogger(__name__)
 ENTRY_POINT_GROUP = "nemo_prorl.rewards"
 FAILURES = ("timeout", "invalid", "infrastructure")
 DETAIL_CHARS = 500
+FULL_SCORE = 1.0 - 1e-9  # a verdict without `correct` is right from this score on
 
 
 class WrongValue(ValueError):
@@ -69,6 +70,13 @@ def opened_thought(prompt: str) -> str:
     """
     _, tag, blank = prompt.rpartition("<think>")
     return tag + blank if tag and not blank.strip() else ""
+
+
+def is_right(verdict: Mapping[str, Any]) -> bool | None:
+    """Return whether a verdict calls the response right; None if the infrastructure failed."""
+    if verdict["score"] is None:
+        return None
+    return bool(verdict["score"] >= FULL_SCORE if verdict["correct"] is None else verdict["correct"])
 
 
 def one_line(text: str, limit: int = DETAIL_CHARS) -> str:

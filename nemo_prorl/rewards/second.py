@@ -16,20 +16,12 @@ from typing import Any
 
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.rewards.discovery import Registry, make_plugin
-from nemo_prorl.rewards.interface import Verdict
+from nemo_prorl.rewards.interface import Verdict, is_right
 
 RESPONSES_PER_SECOND = 100  # responses of which one is judged again
 MOST_PER_STEP = 40
 KEPT_PER_STEP = 4  # disagreements of a step that are stored with their texts
 WAIT_S = 2.0  # seconds that a step waits for second verdicts after all its other work
-_EXACT = 1e-9
-
-
-def is_right(verdict: Verdict) -> bool | None:
-    """Return whether a verdict calls the response right; None if the infrastructure failed."""
-    if verdict["score"] is None:
-        return None
-    return verdict["score"] >= 1.0 - _EXACT if verdict["correct"] is None else verdict["correct"]
 
 
 class SecondVerifiers:

@@ -21,7 +21,7 @@ from nemo_prorl.metrics import Metrics
 from nemo_prorl.report.data import page_data
 from nemo_prorl.rewards.client import RewardClient
 from nemo_prorl.rewards.discovery import Registry, discover
-from nemo_prorl.rewards.interface import RewardPlugin, RewardRequest, RewardResult, Verdict, failed_verdict
+from nemo_prorl.rewards.interface import RewardPlugin, RewardRequest, RewardResult, Verdict, failed_verdict, is_right
 from nemo_prorl.rewards.judging import pool_specs
 from nemo_prorl.rewards.second import (
     KEPT_PER_STEP,
@@ -30,7 +30,6 @@ from nemo_prorl.rewards.second import (
     WAIT_S,
     SecondVerdicts,
     SecondVerifiers,
-    is_right,
 )
 from nemo_prorl.rollout.groups import CollectedBatch
 from nemo_prorl.rollout.report import report_rollout

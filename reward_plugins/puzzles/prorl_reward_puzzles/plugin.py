@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_prorl.rewards.interface import (
+    FULL_SCORE,
     Canary,
     Example,
     InvalidAnswer,
@@ -202,7 +203,7 @@ class PuzzlesReward(RewardPlugin):
             ) from error
         score = min(1.0, max(0.0, raw))
         parts = {} if score == raw else {"raw": raw}
-        return RewardResult(score=score, correct=score >= 1.0 - 1e-9, parts=parts, detail=f"{dataset}: {raw:g}")
+        return RewardResult(score=score, correct=score >= FULL_SCORE, parts=parts, detail=f"{dataset}: {raw:g}")
 
     def _raise_if_bad_entry(self, dataset: str, entry: dict[str, Any], score_answer: Scorer, error: Exception) -> None:
         """Raise ValueError if the scorer also fails on the entry's own answer: then the entry is bad."""

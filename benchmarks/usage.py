@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from machine import describe
 
-from nemo_prorl.launcher.peers import Place
+from nemo_prorl.launcher.peers import NodeAddress
 from nemo_prorl.launcher.processes import Child
 from nemo_prorl.launcher.usage_sampler import _EVERY_S, _SHARE, UsageSampler
 from nemo_prorl.usage import GrowthWatch, newest, totals
@@ -44,7 +44,7 @@ def measure(run: Path) -> None:
     processes = {name: process["pid"] for node in nodes for name, process in node["processes"].items()}
     children = [SimpleNamespace(name=name, process=SimpleNamespace(pid=pid)) for name, pid in processes.items()]
     with tempfile.TemporaryDirectory() as own:
-        sampler = UsageSampler(cast(list[Child], children), Path(own), Place())
+        sampler = UsageSampler(cast(list[Child], children), Path(own), NodeAddress())
         sampler.close()
         sample_s = cpu_seconds(sampler.sample)
     watch = GrowthWatch()

@@ -62,7 +62,7 @@ TABLES = {
     ("docs/explanation/ablations.md", "table"): "benchmarks/ablations.py --report",
     ("docs/explanation/reset_experiment.md", "table"): "benchmarks/resets.py --report",
 }
-WORDS = {  # with which a source in words begins
+WORDS = {  # first words of a source that is text
     *("paper", "author", "estimate", "arithmetic", "definition", "example", "requirement", "plan", "version", "limit")
 }
 
@@ -455,7 +455,7 @@ def main() -> int:
                 sys.stdout.write(f"{page}:{number.line}\t{number.text}\t{found.name}\t{found.recorded}\t{found.line}\n")
     found_faults = faults()
     if measured() != (ROOT / MEASURED).read_text():
-        found_faults.append(f"{MEASURED} is not up to date; `python docs/number_sources.py --write` writes it anew")
+        found_faults.append(f"{MEASURED} is not up to date; `python docs/number_sources.py --write` writes it again")
     sys.stderr.write("".join(f"{fault}\n" for fault in found_faults))
     return 1 if found_faults else 0
 

@@ -17,7 +17,7 @@ from nemo_prorl.launcher import chain_slurm
 from nemo_prorl.launcher.chain_slurm import ChainStage
 from nemo_prorl.launcher.curves import OF_A_CHAIN, RunResults, draw
 from nemo_prorl.launcher.submission import CLUSTER, ROOT
-from nemo_prorl.lifecycle.stages import begun_from, end_in_words
+from nemo_prorl.lifecycle.stages import begun_from, end_text
 from nemo_prorl.planning.columns import columns
 
 _log = logging.getLogger(__name__)
@@ -262,7 +262,7 @@ def print_results(folder: Path, names: Sequence[str]) -> None:
                 name,
                 f"{run.summary['step']} of {config['trainer']['grpo']['max_steps']}",
                 begun_from(events) or "model",
-                end_in_words(events),
+                end_text(events),
                 str(config["trainer"]["grpo"]["samples_per_prompt"]),
                 " ".join(sorted(tasks - {"all", "shaped"})),
                 f"{heldout['before']:.3f}" if heldout else "-",

@@ -23,7 +23,7 @@ from typing import Any
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import ConfigError, DeadlineExceeded, ProrlError, UnfitMachine
 from nemo_prorl.files import write_json
-from nemo_prorl.launcher.peers import End, Launch, Peers, Place, read
+from nemo_prorl.launcher.peers import Launch, NodeAddress, Peers, StepOutcome, read
 from nemo_prorl.launcher.processes import MergedLog, free_port
 from nemo_prorl.launcher.srun_step import BEGUN
 from nemo_prorl.launcher.supervisor import NodeSupervisor
@@ -38,7 +38,7 @@ class _Stopped(BaseException):
     """SIGUSR1 arrived before the ranks were started, so there is nothing to save."""
 
 
-def lead(args: argparse.Namespace, peers: Peers, output: MergedLog) -> End:
+def lead(args: argparse.Namespace, peers: Peers, output: MergedLog) -> StepOutcome:
     """Run node 0, from reading the configuration to the end of the run; return how the run ended."""
     from nemo_prorl import settings
     from nemo_prorl.launcher import one_node, run_results
@@ -56,7 +56,7 @@ def lead(args: argparse.Namespace, peers: Peers, output: MergedLog) -> End:
         if one_node.is_finished(run_dir, cfg.trainer.grpo.max_steps):
             peers.launch.parent.mkdir(exist_ok=True)
             write_json(peers.launch, Launch(tasks=None, master=place.host, port=0))
-            return End(0)
+            return StepOutcome(0)
         with Events(cfg.on_event, run_dir) as events:
             tasks = prepare(cfg, run_dir, settings.resolved_yaml(cfg))
             one_node.clear_endpoints(run_dir, keep=peers.files)
@@ -72,7 +72,7 @@ def lead(args: argparse.Namespace, peers: Peers, output: MergedLog) -> End:
         return end
 
 
-def follow(args: argparse.Namespace, peers: Peers, output: MergedLog) -> End:
+def follow(args: argparse.Namespace, peers: Peers, output: MergedLog) -> StepOutcome:
     """Run a node other than node 0: wait until node 0 has prepared the run, then work; return how the run ended."""
     from nemo_prorl.launcher.prepare import check_node
     from nemo_prorl.settings import read_config
@@ -82,7 +82,7 @@ def follow(args: argparse.Namespace, peers: Peers, output: MergedLog) -> End:
         prepared.check()
         time.sleep(0.2)
     if launch["tasks"] is None:  # the run is already finished
-        return End(0)
+        return StepOutcome(0)
     cfg: Any = read_config(_when_visible(args.run_dir / "config.yaml"))
     check_node(cfg)
     peers.place = replace(peers.place, master=launch["master"], port=launch["port"])
@@ -91,7 +91,7 @@ def follow(args: argparse.Namespace, peers: Peers, output: MergedLog) -> End:
     return _run(NodeSupervisor(cfg, args.run_dir, launch["tasks"], output, peers=peers))
 
 
-def _run(node: NodeSupervisor) -> End:
+def _run(node: NodeSupervisor) -> StepOutcome:
     try:
         return node.run()
     finally:
@@ -155,7 +155,7 @@ def main(argv: list[str] | None = None) -> int:
     output = MergedLog(None)
     signal.signal(signal.SIGUSR1, _stop)
     output.write(f"node-{args.node}", BEGUN + args.host)
-    peers = Peers(args.run_dir / "endpoints", Place(args.node, args.nodes, args.host), args.attempt)
+    peers = Peers(args.run_dir / "endpoints", NodeAddress(args.node, args.nodes, args.host), args.attempt)
     with contextlib.redirect_stdout(sys.stderr):
         end = _end(args, peers, output)
     if args.node == 0:
@@ -168,7 +168,7 @@ def _stop(*_: Any) -> None:
     raise _Stopped
 
 
-def _end(args: argparse.Namespace, peers: Peers, output: MergedLog) -> End:
+def _end(args: argparse.Namespace, peers: Peers, output: MergedLog) -> StepOutcome:
     try:
         try:
             if args.expect is not None:
@@ -177,14 +177,14 @@ def _end(args: argparse.Namespace, peers: Peers, output: MergedLog) -> End:
         finally:
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a late signal must not replace the outcome
     except _Stopped:
-        end = End(75, "stopped before the run began")
+        end = StepOutcome(75, "stopped before the run began")
     except ProrlError as error:
         _log.error("%s", error)
         unfit = args.host if error.exit_code == UnfitMachine.exit_code else ""
-        end = End(error.exit_code, str(error), getattr(error, "host", unfit))
+        end = StepOutcome(error.exit_code, str(error), getattr(error, "host", unfit))
     except Exception as error:
         _log.error("%s", traceback.format_exc())
-        end = End(1, f"{type(error).__name__}: {error}", args.host)
+        end = StepOutcome(1, f"{type(error).__name__}: {error}", args.host)
     return end if args.node == 0 else peers.agree(end)
 
 

@@ -23,7 +23,7 @@ from nemo_prorl.errors import ConfigError, ProrlError, UnfitMachine
 from nemo_prorl.launcher import run_results
 from nemo_prorl.launcher.doctor.storage import checkpoint_room
 from nemo_prorl.launcher.events import Events
-from nemo_prorl.launcher.peers import Peers, Place
+from nemo_prorl.launcher.peers import NodeAddress, Peers
 from nemo_prorl.launcher.prepare import prepare
 from nemo_prorl.launcher.processes import MergedLog, free_port
 from nemo_prorl.launcher.supervisor import NodeSupervisor
@@ -81,7 +81,7 @@ def replay(cfg: DictConfig, folder: Path) -> int:
     one_node(cfg)
     with locked(folder), Events(None, folder) as events:
         clear_endpoints(folder)
-        peers = Peers(folder / "endpoints", Place(port=free_port("127.0.0.1")))
+        peers = Peers(folder / "endpoints", NodeAddress(port=free_port("127.0.0.1")))
         log = MergedLog(folder / "logs" / "all.log")
         return NodeSupervisor(cfg, folder, [], log, events, peers=peers).run("replay").code
 
@@ -89,7 +89,7 @@ def replay(cfg: DictConfig, folder: Path) -> int:
 def _supervise(cfg: DictConfig, run_dir: Path, config_text: str, events: Events, only: str | None = None) -> int:
     tasks = prepare(cfg, run_dir, config_text)
     clear_endpoints(run_dir)
-    peers = Peers(run_dir / "endpoints", Place(port=free_port("127.0.0.1")))
+    peers = Peers(run_dir / "endpoints", NodeAddress(port=free_port("127.0.0.1")))
     return (
         NodeSupervisor(cfg, run_dir, tasks, MergedLog(run_dir / "logs" / "all.log"), events, peers=peers).run(only).code
     )

@@ -36,7 +36,7 @@ _LOOK_S = 1.0  # seconds between two reads of the other nodes' files
 
 
 @dataclass(frozen=True)
-class Place:
+class NodeAddress:
     """The number and name of this node, and the address at which the ranks of all nodes find each other.
 
     Attributes:
@@ -55,7 +55,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class End:
+class StepOutcome:
     """The end of a node's processes, or of the whole run.
 
     Attributes:
@@ -85,7 +85,7 @@ class NodeState(TypedDict):
     """The state of one node of a run on several nodes, in endpoints/node-K-ATTEMPT.json."""
 
     host: str
-    end: End | None
+    end: StepOutcome | None
     """null: the node is fit to begin, or at work; the end of node 0 is the end of the run"""
 
 
@@ -103,7 +103,7 @@ class Launch(TypedDict):
 class NodeEnded(ProrlError):
     """Another node of the run ended before the run began, for instance because it is not fit (exit code 3)."""
 
-    def __init__(self, end: End) -> None:
+    def __init__(self, end: StepOutcome) -> None:
         super().__init__(f"{end.host}: {end.what}")
         self.exit_code, self.host = end.code, end.host
 
@@ -117,11 +117,11 @@ class Peers:
         seconds: how long node 0 waits for the other nodes to write how they ended.
     """
 
-    def __init__(self, endpoints: Path, place: Place, attempt: str = "", seconds: float = _ENDS_S) -> None:
+    def __init__(self, endpoints: Path, place: NodeAddress, attempt: str = "", seconds: float = _ENDS_S) -> None:
         self.place, self.launch = place, endpoints / f"launch-{attempt}.json"
         self.files = [node_file(endpoints, k, attempt) for k in range(place.nodes)]
         self._seconds, self._next_look = seconds, 0.0
-        self.decision: End | None = None  # the end of the run as node 0 decided it, once this node knows it
+        self.decision: StepOutcome | None = None  # the end of the run as node 0 decided it, once this node knows it
 
     def meet(self, deadline: Deadline) -> list[str]:
         """Report that this node is fit to begin, wait for the reports of all nodes, and return the other nodes' names.
@@ -147,7 +147,7 @@ class Peers:
             raise NodeEnded(end)
         return states
 
-    def look(self) -> End | None:
+    def look(self) -> StepOutcome | None:
         """Return how another node ended, from the file of that node; None if no other node has ended.
 
         Only node 0 looks: on other nodes the result is always None, because `srun` ends them after node 0.
@@ -157,7 +157,7 @@ class Peers:
         self._next_look = time.monotonic() + _LOOK_S
         return blame(self._ends(self._states()))
 
-    def agree(self, end: End | None, stop_requested: bool = False) -> End:
+    def agree(self, end: StepOutcome | None, stop_requested: bool = False) -> StepOutcome:
         """Return how the run ended, as node 0 decides it.
 
         Rank 0 runs on node 0: its clean end is the end of the run.  Otherwise node 0 waits some seconds for the ends of
@@ -169,12 +169,12 @@ class Peers:
             stop_requested: whether this node received a signal to stop.
         """
         if self.place.nodes == 1:
-            return end or End(1)
+            return end or StepOutcome(1)
         if self.place.node == 0:
             self.decision = end if end is not None and end.clean else self._decide(end, stop_requested)
             self.write_end(self.decision)
             return self.decision
-        own = end or End(1)
+        own = end or StepOutcome(1)
         self.write_end(own)
         if own.clean:
             return own
@@ -182,12 +182,12 @@ class Peers:
         while time.monotonic() < limit:
             leader = read(self.files[0])
             if leader is not None and leader["end"] is not None:
-                self.decision = End(**leader["end"])
+                self.decision = StepOutcome(**leader["end"])
                 return self.decision
             time.sleep(0.2)
         return own
 
-    def _decide(self, end: End | None, stop_requested: bool) -> End:
+    def _decide(self, end: StepOutcome | None, stop_requested: bool) -> StepOutcome:
         # If this node cannot write, the other nodes probably cannot write either, so do not wait long for their files.
         can_write = self.write_end(None)
         limit = time.monotonic() + (self._seconds if can_write else min(_LOOK_S, self._seconds))
@@ -197,9 +197,9 @@ class Peers:
         if end is None and all(other.clean for other in known):
             cause = "the ranks of node 0 did not end when those of the other nodes did"
             if stop_requested and known and all(other.code == 75 for other in known):
-                return End(75, f"stopped; {cause}", self.place.host)
-            return End(1, cause, self.place.host)
-        blamed = blame(known) or End(1)
+                return StepOutcome(75, f"stopped; {cause}", self.place.host)
+            return StepOutcome(1, cause, self.place.host)
+        blamed = blame(known) or StepOutcome(1)
         silent = [state["host"] for state in self._states().values() if state["end"] is None]
         if can_write and silent and blamed.code == 1 and blamed.status not in _KILLED:
             # A lost node leaves errors on the others.
@@ -207,7 +207,7 @@ class Peers:
             blamed = replace(blamed, what=f"{blamed.what}; {lost}")
         return blamed
 
-    def write_end(self, end: End | None) -> bool:
+    def write_end(self, end: StepOutcome | None) -> bool:
         """Write how this node ended (None: it has not).  Return False if the file cannot be written (full disk)."""
         try:
             self.files[self.place.node].parent.mkdir(exist_ok=True)
@@ -217,7 +217,7 @@ class Peers:
             return False
         return True
 
-    def _write(self, end: End | None) -> None:
+    def _write(self, end: StepOutcome | None) -> None:
         write_json(self.files[self.place.node], {"host": self.place.host, "end": end and asdict(end)})
 
     def _states(self) -> dict[int, dict[str, Any]]:
@@ -226,18 +226,18 @@ class Peers:
         return {k: state for k, state in others if state is not None}
 
     @staticmethod
-    def _ends(states: dict[int, dict[str, Any]]) -> list[End]:
-        return [End(**state["end"]) for state in states.values() if state["end"] is not None]
+    def _ends(states: dict[int, dict[str, Any]]) -> list[StepOutcome]:
+        return [StepOutcome(**state["end"]) for state in states.values() if state["end"] is not None]
 
 
-def blame(ends: list[End]) -> End | None:
+def blame(ends: list[StepOutcome]) -> StepOutcome | None:
     """Return the end that caused the other ends; None if `ends` is empty.
 
     It is the earliest end with a killed process; without a killed process the earliest error; without an error the
     earliest clean end.  SIGABRT does not count as killed: a rank whose peer is gone may abort itself.
     """
 
-    def weight(end: End) -> tuple[int, float]:
+    def weight(end: StepOutcome) -> tuple[int, float]:
         if end.clean:
             return 2, end.at
         return 0 if end.status in _KILLED else 1, end.at

@@ -48,8 +48,8 @@ def outcome(summary: dict[str, Any], metrics: list[dict[str, Any]]) -> list[str]
         lines.append(f"no update was made: no response has a verdict. {UNJUDGED}")
     elif metrics and not any("policy/grad_norm" in line for line in metrics):
         lines.append(
-            "no update was made: in no step did responses to one prompt get different rewards. Fix: prorl probe says"
-            " what to change"
+            "no update was made: the responses of every group had equal rewards, so no step had a gradient. Fix:"
+            " prorl probe says what to change"
         )
     elif heldout:
         lines.append(verdict(heldout))

@@ -47,7 +47,7 @@ if not __package__:  # started by path: the modules of this folder must not shad
 from nemo_prorl.errors import ConfigError, DataError, ProrlError, StoppedCleanly, UnfitMachine  # noqa: E402
 from nemo_prorl.files import last_objects  # noqa: E402
 from nemo_prorl.launcher.launches import PREEMPTED, Launches  # noqa: E402
-from nemo_prorl.launcher.peers import End, node_file  # noqa: E402
+from nemo_prorl.launcher.peers import StepOutcome, node_file  # noqa: E402
 from nemo_prorl.launcher.slurm_queries import Job, say  # noqa: E402
 from nemo_prorl.launcher.srun_step import Step  # noqa: E402
 from nemo_prorl.launcher.submission import Submission, arguments  # noqa: E402
@@ -171,7 +171,7 @@ class Driver:
         if self.step is not None:
             self.step.stop()
 
-    def attempt(self, number: int) -> End:
+    def attempt(self, number: int) -> StepOutcome:
         """Start the supervisors of all nodes once, wait until they have ended, and return how the run ended."""
         log, env = self.run_dir / "logs" / "all.log", self.submission.environment()
         leader = node_file(self.run_dir / "endpoints", 0, self.submission.attempt_id(number))
@@ -183,7 +183,7 @@ class Driver:
         if not kill_reason:
             return step.result()
         missing = self._missing(step)
-        return End(1, kill_reason, missing[0] if len(missing) == 1 else "")
+        return StepOutcome(1, kill_reason, missing[0] if len(missing) == 1 else "")
 
     def _missing(self, step: Step) -> list[str]:
         """Return the nodes whose supervisors have not begun."""
@@ -220,7 +220,7 @@ class Driver:
 
     # --- after an attempt ------------------------------------------------------------------------------------------
 
-    def decide(self, end: End) -> tuple[str, int, End]:
+    def decide(self, end: StepOutcome) -> tuple[str, int, StepOutcome]:
         """Decide what the job does after an attempt.
 
         Returns:
@@ -235,7 +235,7 @@ class Driver:
             return "give_up", STOPPED if end.code == STOPPED else 1, end
         return action, code, end
 
-    def _next(self, end: End) -> tuple[str, int, End]:
+    def _next(self, end: StepOutcome) -> tuple[str, int, StepOutcome]:
         code, state = end.code, self.job.state()
         if self.terminated or (state is not None and not (state.ours and state.running)):
             return "give_up", STOPPED if code == STOPPED else 1, end

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from nemo_prorl.launcher.peers import End, read
+from nemo_prorl.launcher.peers import StepOutcome, read
 from nemo_prorl.launcher.slurm_queries import say
 
 BEGUN = "the supervisor has begun on "  # in the first line of each supervisor; SIGUSR1 can stop it from then on
@@ -99,12 +99,12 @@ class Step:
             self._has_end = self.reported() is not None
         return self._has_end
 
-    def reported(self) -> End | None:
+    def reported(self) -> StepOutcome | None:
         """Return how the run ended, from the file of node 0; None if node 0 has not reported."""
         written = read(self._leader)
-        return None if written is None or written["end"] is None else End(**written["end"])
+        return None if written is None or written["end"] is None else StepOutcome(**written["end"])
 
-    def result(self) -> End:
+    def result(self) -> StepOutcome:
         """Return how the run ended, after srun has ended.
 
         If srun reported a failed supervisor before node 0 wrote its end, that supervisor is the cause: node 0 saw only
@@ -119,7 +119,7 @@ class Step:
         if end is not None:
             return end
         status = self.process.returncode
-        return End(_code_of(status), f"srun ended with status {status}, and node 0 wrote no outcome")
+        return StepOutcome(_code_of(status), f"srun ended with status {status}, and node 0 wrote no outcome")
 
     def _read_supervisors(self, stream: IO[str]) -> None:
         for line in stream:
@@ -149,10 +149,10 @@ def _code_of(status: int) -> int:
     return {0: 75, 2: 2, 3: 3, 4: 4}.get(status, 1)
 
 
-def _end_of(fault: re.Match[str]) -> End:
+def _end_of(fault: re.Match[str]) -> StepOutcome:
     if fault["lost"]:
-        return End(1, f"srun reported a failure of node {fault['lost']}", fault["lost"])
+        return StepOutcome(1, f"srun reported a failure of node {fault['lost']}", fault["lost"])
     host, how = fault["host"], fault["how"].strip()
     exited = _EXITED.match(how)
-    no_host = "[" in host or _is_exit_of_leader(fault)
-    return End(_code_of(int(exited[1])) if exited else 1, f"the supervisor of {host}: {how}", "" if no_host else host)
+    code, no_host = _code_of(int(exited[1])) if exited else 1, "[" in host or _is_exit_of_leader(fault)
+    return StepOutcome(code, f"the supervisor of {host}: {how}", "" if no_host else host)

@@ -24,7 +24,7 @@ from nemo_prorl.launcher.doctor.check import NoAnswer
 from nemo_prorl.launcher.environment import engine_libraries, engine_variables, for_engine, rank_variables, with_caches
 from nemo_prorl.launcher.events import Events, on_screen
 from nemo_prorl.launcher.health import Health
-from nemo_prorl.launcher.peers import CLEAN, End, Peers, Place
+from nemo_prorl.launcher.peers import CLEAN, NodeAddress, Peers, StepOutcome
 from nemo_prorl.launcher.processes import Child, MergedLog, NeverServed, ProcessFailed, stop_all
 from nemo_prorl.launcher.progress import Progress
 from nemo_prorl.launcher.run_data import plain
@@ -81,7 +81,7 @@ class NodeSupervisor:
     ) -> None:
         self.cfg, self.dir, self.tasks, self.events = cfg, run_dir, tasks, events
         self.endpoints, self.logs = run_dir / "endpoints", run_dir / "logs"
-        self.merged, self.peers = merged, peers or Peers(self.endpoints, Place())
+        self.merged, self.peers = merged, peers or Peers(self.endpoints, NodeAddress())
         self.place = self.peers.place
         several = self.place.nodes > 1
         self._here = self.place.host if several else ""  # for messages
@@ -95,7 +95,7 @@ class NodeSupervisor:
         self._stacks = StackWriter([], self._stacks_file)
         self._look_at = 0.0  # monotonic time of the next look for requested restarts
 
-    def run(self, only: str | None = None) -> End:
+    def run(self, only: str | None = None) -> StepOutcome:
         """Start all processes, wait for the end of the trainer, stop all processes; return how the run ended.
 
         Args:
@@ -143,7 +143,7 @@ class NodeSupervisor:
         each = self.cfg.rollout.engines // self.place.nodes if engines is None else engines
         return [self._rewards(), *(self._engine(k, weights, alone) for k in range(each))]
 
-    def _watch(self, services: Sequence[Child], ranks: Sequence[Child], health: Health) -> End:
+    def _watch(self, services: Sequence[Child], ranks: Sequence[Child], health: Health) -> StepOutcome:
         while True:
             end = self.peers.look()
             if end is not None or any(rank.status is not None for rank in ranks):
@@ -158,7 +158,7 @@ class NodeSupervisor:
                         rank.kill_group()
                 if self.place.nodes == 1:
                     raise
-                return self._over(End(1, str(failure), self.place.host, child.name, child.status))
+                return self._over(StepOutcome(1, str(failure), self.place.host, child.name, child.status))
             health.update()
             self._stacks.update()
             if self.progress is not None:
@@ -178,7 +178,7 @@ class NodeSupervisor:
                 _log.info("%s is restarted on request", child.name)
                 child.restart()
 
-    def _ended(self, ranks: Sequence[Child], peer_end: End | None) -> End:
+    def _ended(self, ranks: Sequence[Child], peer_end: StepOutcome | None) -> StepOutcome:
         """Return how the run ended, after a rank has ended here or on another node.
 
         The other ranks get some seconds to end without a signal.
@@ -201,7 +201,7 @@ class NodeSupervisor:
             return self._over(None)
         failed = [(rank, code) for rank, code in ended if code not in CLEAN]
         if not failed:
-            return self._over(None if peer_end is not None and not clean else End(max(code for _, code in ended)))
+            return self._over(StepOutcome(max(code for _, code in ended)) if clean or peer_end is None else None)
         rank, code = min(failed, key=lambda item: item[1] >= 0)  # killed ones first
         sent = {FORWARDED_AS[signal.Signals(number)] for number in self._signals}  # they end a rank that is starting
         if peer_end is None and -code in sent:
@@ -212,19 +212,19 @@ class NodeSupervisor:
             cause += f" job); the same command {self._onward()}"
         log = [line[:_LINE_CHARS] for line in list(rank.tail)[-_LAST_LINES:]]
         return self._over(
-            End(code if code in (2, 3, 4) else 1, cause, self._here, rank.name, status=code, log=log, at=at)
+            StepOutcome(code if code in (2, 3, 4) else 1, cause, self._here, rank.name, status=code, log=log, at=at)
         )
 
-    def _stopped(self, how: str) -> End:
+    def _stopped(self, how: str) -> StepOutcome:
         """Return how a run ended that a signal stopped immediately, with what the same command will do."""
         kept = complete(self.dir / "checkpoints")
-        return self._over(End(75 if kept else 1, f"{how}; the same command {self._onward()}", self._here))
+        return self._over(StepOutcome(75 if kept else 1, f"{how}; the same command {self._onward()}", self._here))
 
     def _onward(self) -> str:
         kept = complete(self.dir / "checkpoints")
         return f"continues after {kept[-1].name}" if kept else "begins again, because no checkpoint was complete"
 
-    def _over(self, own: End | None) -> End:
+    def _over(self, own: StepOutcome | None) -> StepOutcome:
         """Return how the run ended, agreed with the other nodes; node 0 records a failure, or a stop of a start.
 
         Args:
@@ -393,7 +393,7 @@ class NodeSupervisor:
         return engine_libraries(self.cfg, os.environ, self._devices[0].driver if self._devices else None)[1]
 
     def _kv_mb(self) -> int | None:
-        """Return the GPU memory left for the engine's KV cache beside the trainer, in MiB; None on a CPU."""
+        """Return the GPU memory that the trainer leaves for the engine's KV cache, in MiB; None on a CPU."""
         from nemo_prorl.sizing.memory import device_bytes, memory_of
 
         room = memory_of(self.cfg).kv_room(device_bytes(self.cfg))

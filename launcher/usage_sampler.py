@@ -14,7 +14,7 @@ import psutil
 
 from nemo_prorl.files import write_json
 from nemo_prorl.launcher.doctor.storage import available_memory, bytes_under
-from nemo_prorl.launcher.peers import Place
+from nemo_prorl.launcher.peers import NodeAddress
 from nemo_prorl.launcher.processes import Child
 from nemo_prorl.usage import NodeUsage, ProcessUsage
 
@@ -26,7 +26,7 @@ _FIRST_S = 2.0
 class UsageSampler:
     """A thread that samples the supervisor and its children until `close`."""
 
-    def __init__(self, children: Sequence[Child], run_dir: Path, place: Place) -> None:
+    def __init__(self, children: Sequence[Child], run_dir: Path, place: NodeAddress) -> None:
         self._children, self._dir, self._place = children, run_dir, place
         self._file = run_dir / "endpoints" / f"usage-{place.node}.json"
         self._run_dir_bytes: int | None = None

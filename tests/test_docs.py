@@ -155,7 +155,7 @@ def test_every_page_is_in_the_navigation() -> None:
 @pytest.mark.parametrize("script", ["configuration", "commands", "schema_list", "data_sources"])
 def test_generated_pages_are_up_to_date(script: str) -> None:
     made = runpy.run_path(str(DOCS / f"{script}.py"))
-    assert made["PAGE"].read_text() == made["page"](), f"python docs/{script}.py writes it anew"
+    assert made["PAGE"].read_text() == made["page"](), f"python docs/{script}.py writes it again"
 
 
 @pytest.mark.parametrize("name", ["processes", "step"])

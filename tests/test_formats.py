@@ -72,7 +72,7 @@ def test_every_field_is_documented(name: str) -> None:
 
 @pytest.mark.starts
 def test_the_schemas_are_those_of_the_types() -> None:
-    """`python setup/schemas.py` makes them anew."""
+    """`python setup/schemas.py` makes them again."""
     command = [sys.executable, str(ROOT / "setup" / "schemas.py"), "--check"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
     assert found.returncode == 0, found.stdout + found.stderr
@@ -177,10 +177,10 @@ def test_requests_and_verdicts_fit() -> None:
 
 def test_what_the_nodes_of_a_run_write_fits(tmp_path: Path) -> None:
     from nemo_prorl.files import write_json
-    from nemo_prorl.launcher.peers import End, Launch, Peers, Place
+    from nemo_prorl.launcher.peers import Launch, NodeAddress, Peers, StepOutcome
 
-    peers = Peers(tmp_path, Place(host="a"), "17.0.1")
-    for end in (None, End(1, "trainer-0 ended with status -9", "a", "trainer-0", -9, ["a line"])):
+    peers = Peers(tmp_path, NodeAddress(host="a"), "17.0.1")
+    for end in (None, StepOutcome(1, "trainer-0 ended with status -9", "a", "trainer-0", -9, ["a line"])):
         peers.write_end(end)
         assert against("node", json.loads(peers.files[0].read_text())) == []
     write_json(peers.launch, Launch(tasks=["math"], master="a", port=4711))

@@ -74,7 +74,7 @@ def test_the_defaults_are_a_constant_rate_and_megatron_s_eps(cluster: str) -> No
 
 
 def test_a_run_from_before_these_keys_is_continued(tmp_path: Path) -> None:
-    """Also by the command with its groups, which composes the configuration anew."""
+    """Also by the command with its groups, which composes the configuration again."""
     start = ["cluster=laptop", f"run_dir={tmp_path}"]
     old = settings.load(start)
     OmegaConf.set_struct(old, False)

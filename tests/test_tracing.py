@@ -252,7 +252,7 @@ def test_the_time_without_an_engine_that_failed(monkeypatch: pytest.MonkeyPatch)
         ({"time/rollout": 0.0, "time/ahead": 0.0}, "engines busy 100 %: generation sets the pace"),
     ],
 )
-def test_the_bottleneck_in_words(changed: dict[str, Any], said: str | None) -> None:
+def test_the_bottleneck_as_text(changed: dict[str, Any], said: str | None) -> None:
     usual = {"time/rollout": 9.0, "time/updates": 1.0, "time/rollout/idle_s": 0.0, "time/rollout/tail_s": 0.0}
     usual |= {"time/rollout/tail_responses": 3.0, "time/rollout/responses": 768.0}
     m = usual | changed

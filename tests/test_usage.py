@@ -15,7 +15,7 @@ import pytest
 from nemo_prorl.config import Config
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.files import write_json
-from nemo_prorl.launcher.peers import Place
+from nemo_prorl.launcher.peers import NodeAddress
 from nemo_prorl.launcher.processes import Child, MergedLog, stop_all
 from nemo_prorl.launcher.usage_sampler import UsageSampler
 from nemo_prorl.lifecycle.run_records import Records
@@ -235,7 +235,7 @@ def test_a_sample_counts_a_process_with_those_it_started(tmp_path: Path) -> None
     (run / "endpoints").mkdir(parents=True)
     (run / "kept").write_bytes(b"x" * 12345)
     child.start()
-    sampler = UsageSampler([child], run, Place())
+    sampler = UsageSampler([child], run, NodeAddress())
     try:
         Deadline(20, "the grandchild").wait_until(lambda: "up" in child.tail)
         sample = sampler.sample()

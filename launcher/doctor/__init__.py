@@ -8,7 +8,7 @@
     nodes.py node_probe.py  clocks, run directory and versions of all nodes, through srun
     trial_step.py          one step at full context on this node, with all processes of a run
 
-Each module measures facts, and judges them in functions that depend only on the measured facts.
+Each module measures facts, and assesses them in functions that depend only on the measured facts.
 """
 
 import argparse

@@ -107,7 +107,7 @@ def check_gpus(cfg: DictConfig, rollout_python: Path) -> Iterator[Check]:
     if OmegaConf.select(cfg, "model.transformer_engine"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # the check `container` reports it
             version = importlib.metadata.version("transformer-engine")
-            yield judge_layers(version, OmegaConf.select(cfg, "model.fp8") is not None)
+            yield assess_layers(version, OmegaConf.select(cfg, "model.fp8") is not None)
     try:
         variables = engine_libraries(cfg, os.environ, query()[0].driver)[1]
     except (NoAnswer, ValueError, IndexError):  # the check `gpus` reports it
@@ -118,7 +118,7 @@ def check_gpus(cfg: DictConfig, rollout_python: Path) -> Iterator[Check]:
         except NoAnswer as error:
             yield Check(name, "fail", f"torch could not be queried: {error}", "repair the environment: `make setup`")
             continue
-        yield judge_torch(name, facts, wanted, words)
+        yield assess_torch(name, facts, wanted, words)
 
 
 def check_node_gpus(
@@ -133,7 +133,7 @@ def check_node_gpus(
         return
     if trains:
         lacking = [name for name in _libraries(cfg) if importlib.util.find_spec(name) is None]
-        yield judge_container(lacking, environment.get("NVIDIA_PYTORCH_VERSION"))
+        yield assess_container(lacking, environment.get("NVIDIA_PYTORCH_VERSION"))
     try:
         gpus = visible(query(), environment)
     except (NoAnswer, ValueError) as error:
@@ -147,10 +147,10 @@ def check_node_gpus(
     if not trains:
         wanted = cfg.rollout.engines * cfg.rollout.tensor_parallel_size
         words = f"rollout.engines={cfg.rollout.engines} x rollout.tensor_parallel_size"
-    yield from judge_gpus(gpus, wanted, device_bytes(cfg), words)
-    yield judge_modes(gpus)
+    yield from assess_gpus(gpus, wanted, device_bytes(cfg), words)
+    yield assess_modes(gpus)
     bf16 = cfg.rollout.dtype == "bfloat16" or (trains and str(cfg.trainer.precision).startswith("bf16"))
-    yield judge_capability(gpus, OmegaConf.select(cfg, "model.fp8") if trains else None, bf16)
+    yield assess_capability(gpus, OmegaConf.select(cfg, "model.fp8") if trains else None, bf16)
     if gpus:
         yield _check_driver(cfg, environment, rollout_python, gpus[0], trains)
 
@@ -171,7 +171,7 @@ def _check_driver(
     except NoAnswer as error:
         text = f"the driver's CUDA version could not be queried: {error}"
         return Check("driver", "fail", text, "see what nvidia-smi prints")
-    return judge_driver(cuda, gpu.driver)
+    return assess_driver(cuda, gpu.driver)
 
 
 def query() -> list[Gpu]:
@@ -224,8 +224,8 @@ def cuda_of_torch(folders: Sequence[Path]) -> str | None:
     return None
 
 
-def judge_container(lacking: Sequence[str], release: str | None) -> Check:
-    """Judge whether the trainer's environment has the libraries of NVIDIA's container.
+def assess_container(lacking: Sequence[str], release: str | None) -> Check:
+    """Assess whether the trainer's environment has the libraries of NVIDIA's container.
 
     Args:
         lacking: modules that the configuration needs and the environment does not have.
@@ -243,8 +243,8 @@ def judge_container(lacking: Sequence[str], release: str | None) -> Check:
     return Check("container", "fail", text, fix)
 
 
-def judge_modes(gpus: Sequence[Gpu]) -> Check:
-    """Judge the compute modes: a trainer rank and an engine's processes must be able to share each GPU."""
+def assess_modes(gpus: Sequence[Gpu]) -> Check:
+    """Assess the compute modes: a trainer rank and an engine's processes must be able to share each GPU."""
     closed = [f"{index}: {gpu.mode}" for index, gpu in enumerate(gpus) if gpu.mode.startswith(_CLOSED)]
     if closed:
         text = f"expected compute mode Default; got {', '.join(closed)}: at most one process may use each of these GPUs"
@@ -253,8 +253,8 @@ def judge_modes(gpus: Sequence[Gpu]) -> Check:
     return Check("compute mode", "pass", "Default")
 
 
-def judge_driver(cuda: Mapping[str, tuple[str | None, Libcuda]], driver: str) -> Check:
-    """Judge whether the driver runs the CUDA versions that torch was built for.
+def assess_driver(cuda: Mapping[str, tuple[str | None, Libcuda]], driver: str) -> Check:
+    """Assess whether the driver runs the CUDA versions that torch was built for.
 
     Args:
         cuda: for each environment the CUDA version of its torch (None: a CPU build) and the libcuda that it loads.
@@ -313,8 +313,8 @@ def parse_smi(text: str) -> list[Gpu]:
     return gpus
 
 
-def judge_gpus(gpus: Sequence[Gpu], wanted: int, needed_bytes: float | None, words: str) -> Iterator[Check]:
-    """Judge the number, kind and memory of the GPUs.
+def assess_gpus(gpus: Sequence[Gpu], wanted: int, needed_bytes: float | None, words: str) -> Iterator[Check]:
+    """Assess the number, kind and memory of the GPUs.
 
     Args:
         wanted: number of GPUs that the configuration needs.
@@ -353,7 +353,7 @@ def _usable(size: int) -> int:
     return int((size - 6e8) / 1e9)
 
 
-def judge_capability(gpus: Sequence[Gpu], fp8: str | None, bf16: bool) -> Check:
+def assess_capability(gpus: Sequence[Gpu], fp8: str | None, bf16: bool) -> Check:
     least = min((gpu.capability for gpu in gpus), default=(0, 0))
     text = f"compute capability {least[0]}.{least[1]}: FP8 {'works' if least >= FP8 else 'does not work'}"
     if fp8 and least < FP8:
@@ -365,8 +365,8 @@ def judge_capability(gpus: Sequence[Gpu], fp8: str | None, bf16: bool) -> Check:
     return Check("precision", "pass", text)
 
 
-def judge_layers(version: str, fp8: bool) -> Check:
-    """Judge whether the installed version of Transformer Engine supports the configuration."""
+def assess_layers(version: str, fp8: bool) -> Check:
+    """Assess whether the installed version of Transformer Engine supports the configuration."""
     name = "transformer engine"
     numbers, early = re.match(r"[\d.]+", version), re.search(r"\.?(dev|a|b|rc)\d*", version.split("+")[0])
     release = tuple(int(number) for number in (numbers[0] if numbers else "0").strip(".").split("."))
@@ -382,8 +382,8 @@ def judge_layers(version: str, fp8: bool) -> Check:
     return Check(name, "pass", f"version {version}")
 
 
-def judge_torch(name: str, facts: TorchFacts, wanted: int, words: str) -> Check:
-    """Judge whether torch of an environment sees the GPUs.  `words`: the keys and values that determine `wanted`."""
+def assess_torch(name: str, facts: TorchFacts, wanted: int, words: str) -> Check:
+    """Assess whether torch of an environment sees the GPUs.  `words`: the keys and values that determine `wanted`."""
     text = f"torch {facts.torch}, CUDA {facts.cuda}, sees {facts.gpus} GPUs"
     if facts.cuda is None:
         fix = "install torch for CUDA into that environment: leave TORCH_INDEX empty, or set it to PyTorch's CUDA index"

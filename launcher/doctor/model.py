@@ -91,15 +91,15 @@ def check_model(cfg: DictConfig) -> Iterator[Check]:
         yield Check("tokenizer", "fail", f"{folder}: the tokenizer cannot be loaded: {answer['error']}", fix)
         return
     facts = TokenizerFacts(**answer)
-    yield judge_vocabulary(facts, config.get("vocab_size"))
+    yield assess_vocabulary(facts, config.get("vocab_size"))
     source = source_with_messages(cfg)
     unwritten = None if source is None else unwritten_eos(folder)
-    yield _check("eos", "warn", unwritten) if unwritten else judge_eos(facts, config, generation, folder)
+    yield _check("eos", "warn", unwritten) if unwritten else assess_eos(facts, config, generation, folder)
     if facts.chat and (fault := template_fault(cfg.data, folder)) is not None:
         yield _failed("chat", fault)
         return
     missing = len(missing_files(cfg)) if cfg.data.prompt == "as_written" else 0  # otherwise the key decides
-    yield judge_chat(facts, source, missing)
+    yield assess_chat(facts, source, missing)
 
 
 def _failed(name: str, fault: str) -> Check:
@@ -112,8 +112,8 @@ def _check(name: str, state: str, fault: str) -> Check:
     return Check(name, state, text, fix)
 
 
-def judge_vocabulary(facts: TokenizerFacts, rows: Any) -> Check:
-    """Judge whether the embedding has a row for each token id; rows beyond the ids are padding."""
+def assess_vocabulary(facts: TokenizerFacts, rows: Any) -> Check:
+    """Assess whether the embedding has a row for each token id; rows beyond the ids are padding."""
     if not isinstance(rows, int):
         text = f"config.json: expected a number in vocab_size; got {rows}"
         return Check("tokenizer", "fail", text, "set vocab_size to the embedding's number of rows")
@@ -124,8 +124,8 @@ def judge_vocabulary(facts: TokenizerFacts, rows: Any) -> Check:
     return Check("tokenizer", "pass", text)
 
 
-def judge_eos(facts: TokenizerFacts, config: dict[str, Any], generation: dict[str, Any], folder: Path) -> Check:
-    """Judge whether the model's files name the eos of the tokenizer, the only token at which a run ends a response."""
+def assess_eos(facts: TokenizerFacts, config: dict[str, Any], generation: dict[str, Any], folder: Path) -> Check:
+    """Assess whether the model's files name the eos of the tokenizer, the only token at which a run ends a response."""
     if facts.eos is None:
         return _failed("eos", no_eos(folder))
     text = f"the tokenizer's eos is {facts.eos}; that of"
@@ -169,8 +169,8 @@ def _has_messages(file: Path) -> bool:
         return any(isinstance(record.get("prompt"), list) for record in records)
 
 
-def judge_chat(facts: TokenizerFacts, source: str | None, missing: int = 0) -> Check:
-    """Judge the chat template.
+def assess_chat(facts: TokenizerFacts, source: str | None, missing: int = 0) -> Check:
+    """Assess the chat template.
 
     Args:
         source: name of a source whose prompts need it; None: no file that exists does.
@@ -179,7 +179,7 @@ def judge_chat(facts: TokenizerFacts, source: str | None, missing: int = 0) -> C
     if source is None and missing:
         files = "1 data file is" if missing == 1 else f"{missing} data files are"
         has = "has a" if facts.chat else "does not have a"
-        text = f"cannot be judged yet, because {files} missing; the tokenizer {has} chat template"
+        text = f"cannot be assessed yet, because {files} missing; the tokenizer {has} chat template"
         return Check("chat", "warn", text, "make the data files, then repeat this command")
     if source is None:
         return Check("chat", "pass", "not needed: all prompts are strings")

@@ -26,13 +26,13 @@ def check_network(cfg: DictConfig, environment: Mapping[str, str]) -> Iterator[C
         text = f"this machine's name {socket.gethostname()!r} does not resolve to an address: {error.strerror or error}"
         yield Check("ports", "fail", text, "add the name to /etc/hosts or DNS")
     else:
-        yield judge_port(address, port_fault(address), nodes)
+        yield assess_port(address, port_fault(address), nodes)
         variables = {**dict(cfg.launch.env), **environment}
         if nodes > 1 and (fault := loopback_fault(Job().nodes, variables)):
             yield Check("network", "fail", fault)
-    yield from judge_interfaces(environment, os.listdir("/sys/class/net"))
+    yield from assess_interfaces(environment, os.listdir("/sys/class/net"))
     if "SLURM_JOB_ID" in environment:
-        yield from judge_allocation(environment, cfg)
+        yield from assess_allocation(environment, cfg)
     if fault := wandb_fault(cfg, environment):
         yield Check("wandb", "fail", fault)
 
@@ -107,7 +107,7 @@ def port_fault(address: str) -> str:
     return ""
 
 
-def judge_port(address: str, fault: str, nodes: int) -> Check:
+def assess_port(address: str, fault: str, nodes: int) -> Check:
     text = f"a port on {address} can be opened and reached"
     if fault:
         fix = "check `ulimit -n`, net.ipv4.ip_local_port_range and the firewall rules for this address"
@@ -118,8 +118,8 @@ def judge_port(address: str, fault: str, nodes: int) -> Check:
     return Check("ports", "pass", text)
 
 
-def judge_interfaces(environment: Mapping[str, str], there: Collection[str]) -> Iterator[Check]:
-    """Judge the variables that name network interfaces for NCCL and Gloo.
+def assess_interfaces(environment: Mapping[str, str], there: Collection[str]) -> Iterator[Check]:
+    """Assess the variables that name network interfaces for NCCL and Gloo.
 
     A value lists prefixes of names.  After `=` it lists whole names; after `^` it lists excluded names, which are not
     checked.
@@ -139,7 +139,7 @@ def judge_interfaces(environment: Mapping[str, str], there: Collection[str]) -> 
             yield Check("network", "fail", f"{key}={value}: this machine has no such interface", fix)
 
 
-def judge_allocation(environment: Mapping[str, str], cfg: DictConfig) -> Iterator[Check]:
+def assess_allocation(environment: Mapping[str, str], cfg: DictConfig) -> Iterator[Check]:
     """Compare the Slurm job of this process, as its environment describes it, with the needs of the configuration."""
     needs, nodes = allocation(cfg), _number(environment, "SLURM_JOB_NUM_NODES")
     gpus, cores = gpus_on_node(environment), _number(environment, "SLURM_CPUS_ON_NODE")

@@ -52,7 +52,7 @@ class NodeFacts:
 
 
 def check_nodes(cfg: DictConfig, srun: str) -> Iterator[Check]:
-    """Run the probes on all nodes, and judge the nodes.
+    """Run the probes on all nodes, and assess the nodes.
 
     The probes use the run directory, or its nearest existing parent.
     """
@@ -74,7 +74,7 @@ def check_nodes(cfg: DictConfig, srun: str) -> Iterator[Check]:
         fix = "free space or raise the quota there, or choose another run_dir"
         yield Check("nodes: dir", "fail", f"{shared}: this machine could not replace a file: {faults[0]}", fix)
         measured = [replace(facts, stale_s=0.0) for facts in measured]
-    yield from judge(measured, count, errors, memory_of(cfg).published, hidden)
+    yield from assess(measured, count, errors, memory_of(cfg).published, hidden)
 
 
 def run_probes(srun: Sequence[str], count: int, probe: Sequence[str], seconds: float = DEADLINE_S) -> tuple[str, str]:
@@ -109,10 +109,10 @@ def parse(output: str) -> list[NodeFacts]:
     return [by_node[name] for name in sorted(by_node)]
 
 
-def judge(
+def assess(
     nodes: Sequence[NodeFacts], expected: int, errors: str, published: int, hidden: Sequence[str] = ()
 ) -> Iterator[Check]:
-    """Judge the nodes by their facts.
+    """Assess the nodes by their facts.
 
     Args:
         nodes: facts of the nodes that answered.
@@ -133,8 +133,8 @@ def judge(
         if facts.reach_fault:
             fix = "make this machine's name resolve to an address that the nodes can reach, and open their firewalls"
             yield Check("nodes: net", "fail", f"{facts.node} cannot connect to {facts.reach_fault}", fix)
-    yield from _judge_clocks(nodes)
-    wrong = [check for facts in nodes for check in _judge_folder(facts, facts.node in hidden)]
+    yield from _assess_clocks(nodes)
+    wrong = [check for facts in nodes for check in _assess_folder(facts, facts.node in hidden)]
     text = "all nodes see the run directory, replaced files and each other's locks"
     yield from wrong or [Check("nodes: dir", "pass", text)]
     wrong = [check for facts in nodes[1:] for check in _differences(facts, nodes[0])]
@@ -145,8 +145,8 @@ def judge(
         yield Check("nodes: shm", "fail", text, "free space in it there, or enlarge it (containers: --shm-size)")
 
 
-def _judge_clocks(nodes: Sequence[NodeFacts]) -> Iterator[Check]:
-    """Judge the largest difference of two nodes' clocks; each clock was compared with this process's clock."""
+def _assess_clocks(nodes: Sequence[NodeFacts]) -> Iterator[Check]:
+    """Assess the largest difference of two nodes' clocks; each clock was compared with this process's clock."""
     known = sorted((-facts.ahead_s, facts.ahead_error_s, facts.node) for facts in nodes if facts.ahead_s is not None)
     if len(known) < 2:
         return
@@ -158,7 +158,7 @@ def _judge_clocks(nodes: Sequence[NodeFacts]) -> Iterator[Check]:
     yield Check("nodes: clock", state, text, "" if state == "pass" else fix)
 
 
-def _judge_folder(facts: NodeFacts, hidden: bool) -> Iterator[Check]:
+def _assess_folder(facts: NodeFacts, hidden: bool) -> Iterator[Check]:
     """Yield the faults of the run directory on a node."""
     name, node = "nodes: dir", facts.node
     if fault := facts.folder_fault or ("this machine does not see the file that the node wrote" if hidden else ""):

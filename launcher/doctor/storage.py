@@ -73,10 +73,10 @@ def check_storage(cfg: DictConfig) -> Iterator[Check]:
         fix = "free disk space" if disk_full(error) else "choose a folder that this user can write to: run_dir=..."
         yield Check("run_dir", "fail", f"{run_dir}: cannot be written: {error.strerror or error}", fix)
     else:
-        yield from judge_folder(facts, cfg.trainer.num_nodes)
-        yield judge_room(facts, checkpoint_room(memory, cfg.trainer.grpo.checkpoint_budget_gb))
-    yield judge_shm(_shm_free() + _stale_weights(run_dir), memory.published)
-    yield judge_host(available_memory(os.environ), host_parts(cfg, memory))
+        yield from assess_folder(facts, cfg.trainer.num_nodes)
+        yield assess_room(facts, checkpoint_room(memory, cfg.trainer.grpo.checkpoint_budget_gb))
+    yield assess_shm(_shm_free() + _stale_weights(run_dir), memory.published)
+    yield assess_available_memory(available_memory(os.environ), host_parts(cfg, memory))
 
 
 def _shm_free() -> int:
@@ -185,8 +185,8 @@ def filesystem_of(path: Path) -> str:
     return kinds.get(max((point for point in kinds if real.is_relative_to(point)), key=len, default=""), "unknown")
 
 
-def judge_folder(facts: FolderFacts, nodes: int) -> Iterator[Check]:
-    """Judge a run directory, which must support atomic renames, fsync and locks."""
+def assess_folder(facts: FolderFacts, nodes: int) -> Iterator[Check]:
+    """Assess a run directory, which must support atomic renames, fsync and locks."""
     where = f"{facts.path} ({facts.filesystem})"
     locks = "mount it with locks (Lustre: -o flock; NFS: without nolock), or use another filesystem"
     faults = {
@@ -223,7 +223,7 @@ def checkpoint_room(memory: Memory, budget_gb: float | None) -> int:
     return min(memory.checkpoints, max(int(budget_gb * GB), memory.checkpoint) + memory.checkpoint)
 
 
-def judge_room(facts: FolderFacts, needed: int) -> Check:
+def assess_room(facts: FolderFacts, needed: int) -> Check:
     free = facts.free + facts.held
     text = f"{gb(facts.free)} free; the run's checkpoints take {gb(needed)}"
     text += f", of which {gb(facts.held)} exist already" if facts.held else ""
@@ -232,8 +232,8 @@ def judge_room(facts: FolderFacts, needed: int) -> Check:
     return _enough("disk", text, free, ample=1.2 * needed, note=note, needed=needed, fix=fix)
 
 
-def judge_shm(free: int, published: int) -> Check:
-    """Judge /dev/shm.  `published`: bytes of two versions of the weights, for the engines of this node."""
+def assess_shm(free: int, published: int) -> Check:
+    """Assess /dev/shm.  `published`: bytes of two versions of the weights, for the engines of this node."""
     text = f"{gb(free)} free in /dev/shm; two versions of the weights take {gb(published)}"
     fix = "free space in it, or enlarge it (containers: --shm-size, or --ipc=host)"
     note = "enlarge it by 0.5 GB: NCCL and data workers use it too"
@@ -248,8 +248,8 @@ def host_parts(cfg: DictConfig, memory: Memory) -> dict[str, int]:
     return parts
 
 
-def judge_host(available: tuple[int, str], parts: Mapping[str, int]) -> Check:
-    """Judge host memory.
+def assess_available_memory(available: tuple[int, str], parts: Mapping[str, int]) -> Check:
+    """Assess host memory.
 
     Fails if less than the parts' sum is available; warns if less than 1.25 times the sum plus 4 GB is available,
     because libraries and reward workers also need memory.

@@ -1,4 +1,4 @@
-"""`prorl doctor --preflight`: run one step at full context on this node, and judge time, memory and errors.
+"""`prorl doctor --preflight`: run one step at full context on this node, and assess time, memory and errors.
 
 The trial starts all processes of a run with its configuration (`nemo_prorl.preflight`).  It uses a temporary folder
 beside the run directory.
@@ -84,7 +84,7 @@ class TrialOutcome:
 
 
 def check_step(cfg: DictConfig, try_step: TryStep, rows: int | None = None) -> Iterator[Check]:
-    """Run one step and judge it.  `rows`: use only this many rows of each rank's update; None: use all rows."""
+    """Run one step and assess it.  `rows`: use only this many rows of each rank's update; None: use all rows."""
     from nemo_prorl.preflight import PreflightSizes
 
     sizes = PreflightSizes.of(cast("Config", cfg), rows)
@@ -99,7 +99,7 @@ def check_step(cfg: DictConfig, try_step: TryStep, rows: int | None = None) -> I
     except (ProrlError, OSError) as error:
         yield Check("preflight", "fail", disk_full(error) or str(error), _SAME_FAILURE)
         return
-    yield from judge(outcome, sizes, trial, memory_of(trial))
+    yield from assess(outcome, sizes, trial, memory_of(trial))
 
 
 def trial_config(cfg: DictConfig, folder: Path) -> DictConfig:
@@ -195,10 +195,10 @@ def _try(trial: DictConfig, sizes: "PreflightSizes", folder: Path, try_step: Try
     return outcome
 
 
-# --- judging ---------------------------------------------------------------------------------------------------------
+# --- assessment ------------------------------------------------------------------------------------------------------
 
 
-def judge(outcome: TrialOutcome, sizes: "PreflightSizes", trial: DictConfig, memory: Memory) -> Iterator[Check]:
+def assess(outcome: TrialOutcome, sizes: "PreflightSizes", trial: DictConfig, memory: Memory) -> Iterator[Check]:
     """Return the checks of a trial: failure, memory of the devices and the host, and time of a step.
 
     Args:
@@ -209,11 +209,11 @@ def judge(outcome: TrialOutcome, sizes: "PreflightSizes", trial: DictConfig, mem
     for part, facts in parts.items():
         yield Check("preflight", "pass", describe_part(part, facts))
     if outcome.failures:
-        yield judge_failure(outcome, trial)
+        yield assess_failure(outcome, trial)
         return
     if trial.trainer.accelerator == "gpu":
-        yield judge_device(parts, memory)
-    yield judge_host(outcome, parts, trial.trainer.devices)
+        yield assess_device(parts, memory)
+    yield assess_host_headroom(outcome, parts, trial.trainer.devices)
     yield Check("preflight", "pass", estimate(parts, sizes))
 
 
@@ -248,7 +248,7 @@ def describe_part(part: str, facts: Mapping[str, Any]) -> str:
     return text + (f"; {gb(facts['gpu_free'])} of the GPU free" if "gpu_free" in facts else "")
 
 
-def judge_failure(outcome: TrialOutcome, trial: DictConfig) -> Check:
+def assess_failure(outcome: TrialOutcome, trial: DictConfig) -> Check:
     """Return a failed check with the error and the part of the trial in which it occurred.
 
     If memory ran out or a process was killed, the fix names keys to change.
@@ -287,7 +287,7 @@ def _what_failed(outcome: TrialOutcome) -> tuple[str, str]:
     return part, first
 
 
-def judge_device(parts: Mapping[str, Mapping[str, Any]], memory: Memory) -> Check:
+def assess_device(parts: Mapping[str, Mapping[str, Any]], memory: Memory) -> Check:
     """Compare a rank's peak memory on its GPU with the planned bytes, and with the free memory."""
     part, peak = max(((name, facts["gpu_peak"]) for name, facts in parts.items()), key=lambda pair: pair[1])
     free = min(facts["gpu_free"] for facts in parts.values())
@@ -305,7 +305,7 @@ def judge_device(parts: Mapping[str, Mapping[str, Any]], memory: Memory) -> Chec
     return Check("preflight", "pass", text)
 
 
-def judge_host(outcome: TrialOutcome, parts: Mapping[str, Mapping[str, Any]], devices: int) -> Check:
+def assess_host_headroom(outcome: TrialOutcome, parts: Mapping[str, Mapping[str, Any]], devices: int) -> Check:
     part, peak = max(((name, facts["host_peak"]) for name, facts in parts.items()), key=lambda pair: pair[1])
     text = f"host: peak memory of a rank {gb(peak)} in {part!r}; with {devices} ranks, engines and reward server,"
     text += f" at least {gb(outcome.lowest_free)} of {gb(outcome.first_free)} stayed free"

@@ -236,7 +236,7 @@ class _Block:
         return torch.compile(self._body, dynamic=True)
 
     def __call__(self, product_CW: Tensor, *arguments: Any) -> Any:
-        if _is_compiled(product_CW) and not self._broken and 1 not in product_CW.shape:  # torch compiles those anew
+        if _is_compiled(product_CW) and not self._broken and 1 not in product_CW.shape:  # torch compiles those again
             try:
                 return self._compiled(product_CW, *arguments, reuse=False)
             except torch.OutOfMemoryError:

@@ -248,7 +248,7 @@ class Blend:
                     drawn = saved["drawn"]
                     self._set_retirement(index, saved)
                 else:
-                    _log.info("data source '%s': its records differ from the previous stage's; it starts anew", name)
+                    _log.info("data source '%s': its records differ from the previous stage's; it starts again", name)
             self._drawn[index] = self._carried[index] = drawn
         if self._retire_after is None or self.retired == len(self._source_of):
             for retired in self._retired:  # this stage retires no records, or no record would be left

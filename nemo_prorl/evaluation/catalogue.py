@@ -67,7 +67,7 @@ class Benchmark:
     domain: Domain = "other"
     metric: Metric = "reward"  # the number to report: binary correctness, or mean continuous reward
     sets: tuple[str, ...] = ()  # names that select several benchmarks in --benchmarks
-    source: str = ""  # origin of the problems, in words
+    source: str = ""  # origin of the problems, as text
     licence: str = ""
     prompts: str | None = None  # name of the prompt file or folder in --data or beside the yaml file, see `file_of`
     file: str | None = None  # path of the .yaml or .jsonl file; None for a benchmark that this package ships

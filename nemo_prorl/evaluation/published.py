@@ -410,7 +410,7 @@ def _line(name: str, row: PublishedRow, names: Sequence[str]) -> list[str]:
 
 
 def verdict(row: PublishedRow) -> str:
-    """Return a row's verdict in words, such as `lower by 3.1 ± 1.2: prompt? grader?`."""
+    """Return a row's verdict as text, such as `lower by 3.1 ± 1.2: prompt? grader?`."""
     words = "within the paper's" if row["verdict"] == "within" else str(row["verdict"])
     if row["verdict"] in ("lower", "higher") and row["difference"] is not None and row["se"] is not None:
         words += f" by {100 * abs(row['difference']):.1f} ± {100 * row['se']:.1f}"

@@ -78,7 +78,7 @@ class ResetCommit(_Line, _ResetFields):
     event: Literal["reset_commit"]
 
 
-def rate_in_words(reset: Mapping[str, Any]) -> str:
+def rate_text(reset: Mapping[str, Any]) -> str:
     """Return what a hard reset does to the learning rate, such as `x 0.5 until step 90`; "" if nothing."""
     factor, until = reset.get("lr_factor"), reset.get("lr_until")
     if not isinstance(factor, int | float):  # a person may have edited the journal
@@ -86,10 +86,10 @@ def rate_in_words(reset: Mapping[str, Any]) -> str:
     return f"x {factor:g}" + ("" if until is None else f" until step {until}")
 
 
-def effects_in_words(reset: Mapping[str, Any]) -> str:
+def effects_text(reset: Mapping[str, Any]) -> str:
     """Return what a hard reset did to the weights and does to the learning rate, each after a comma."""
     text = f", back to the weights of step {reset['rolled_back_to']}" if "rolled_back_to" in reset else ""
-    return f"{text}, learning rate {rate}" if (rate := rate_in_words(reset)) else text
+    return f"{text}, learning rate {rate}" if (rate := rate_text(reset)) else text
 
 
 class Alarm(_Line):

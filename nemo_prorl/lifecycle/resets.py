@@ -20,7 +20,7 @@ from nemo_prorl.algorithms.schedule import optimizer_reset_steps, resets_optimiz
 from nemo_prorl.config import ResetsConfig
 from nemo_prorl.errors import ResetFailure
 from nemo_prorl.leader import Leader
-from nemo_prorl.lifecycle.journal_events import HeldOutScores, Reset, effects_in_words
+from nemo_prorl.lifecycle.journal_events import HeldOutScores, Reset, effects_text
 from nemo_prorl.lifecycle.killpoints import killpoint
 from nemo_prorl.lifecycle.run_records import Records
 from nemo_prorl.lifecycle.summary import standard_errors
@@ -155,7 +155,7 @@ class Resets:
         killpoint("reset:checkpointed")
         self.records.event("reset_commit", **self.done[-1])
         killpoint("reset:committed")
-        _log.info("hard reset after step %d (%s)%s", step, reason, effects_in_words(reset))
+        _log.info("hard reset after step %d (%s)%s", step, reason, effects_text(reset))
 
     def _reset_policy(self, back_to: int | None, load_policy: Callable[[int], object]) -> None:
         if back_to is not None:

@@ -162,7 +162,7 @@ def stop_requested(events: Sequence[Mapping[str, Any]]) -> str | None:
     return None
 
 
-def end_in_words(events: Sequence[Mapping[str, Any]]) -> str:
+def end_text(events: Sequence[Mapping[str, Any]]) -> str:
     """Return `done`, `stopped by USER@HOST` (with `prorl control`), `stopped`, `failed` or `not ended`."""
     end = last_end(events)
     if who := stop_requested(events):

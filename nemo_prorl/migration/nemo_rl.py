@@ -57,7 +57,7 @@ def nemo_rl(made: Converted) -> None:
 
 
 def _sizes(made: Converted) -> None:
-    """Set the engine's context, and tell what Megatron and the tokenizer get beside their sizes."""
+    """Set the engine's context, and tell what Megatron and the tokenizer get in addition to their sizes."""
     if not made.rest.get(f"{_ON}.mtp_loss_scaling_factor", 1):
         made.take(f"{_ON}.mtp_num_layers")
     length = "policy.generation.vllm_cfg.max_model_len"

@@ -126,7 +126,7 @@ def _advantage(made: Converted) -> None:
 
 
 def _loss(made: Converted, terms: list[str]) -> None:
-    """Set the loss and its mean.  `terms`: the coefficients of what `loss_agg_mode` averages beside the surrogate."""
+    """Set the loss and its mean.  `terms`: coefficients of what `loss_agg_mode` averages besides the surrogate."""
     is_global = made.rest.get("trainer.use_legacy_worker_impl") == "disable"
     kind, mode = made.take(f"{_ACTOR}.policy_loss.loss_mode"), made.take(f"{_ACTOR}.loss_agg_mode")
     losses = {"vanilla": "clip", "gspo": "gspo", "cispo": "cispo"}
@@ -231,8 +231,8 @@ def _kl(made: Converted) -> None:
         return
     if in_rewards:
         made.unknown["algorithm.use_kl_in_reward"] = (
-            f"a KL ({take('algorithm.kl_penalty', 'kl')}, coefficient {other}) in the rewards beside that of the loss:"
-            " only the one of the loss is set"
+            f"a KL ({take('algorithm.kl_penalty', 'kl')}, coefficient {other}) in the rewards in addition to"
+            " that of the loss: only the one of the loss is set"
         )
     made.overrides[our.KL] = coefficient if in_loss else 0
     kind = kind if in_loss else "k3"
@@ -370,7 +370,7 @@ def _program(made: Converted) -> None:
 
 
 def _one_step_off(made: Converted) -> None:
-    """Set that the next batch is generated beside the update, by engines with GPUs of their own."""
+    """Set that the next batch is generated during the update, by engines with GPUs of their own."""
     made.overrides |= {"rollout.own_devices": True, "rollout.sleep": None}
     if made.overrides.get(_KIND) == "none" and f"{our.GRPO}.old_logp" not in made.overrides:
         made.overrides[f"{our.GRPO}.old_logp"] = "engine"  # else `none` is refused here

@@ -29,7 +29,7 @@ LIGHTNING_KEYS = {  # values of trainer.* that users cannot set: Lightning's own
 
 
 @dataclass(frozen=True)
-class Built:
+class ActorAndLightningTrainer:
     """An actor, and the Lightning trainer of its model, which has the loggers."""
 
     actor: Any
@@ -70,7 +70,7 @@ def nemo_config(cfg: DictConfig, hf_folder: Path, hf: dict[str, Any], log_dir: P
     return OmegaConf.create({"trainer": trainer, "model": model, "exp_manager": exp})
 
 
-def build_actor(cfg: DictConfig, hf_folder: str | Path, log_dir: Path | None = None) -> Built:
+def build_actor(cfg: DictConfig, hf_folder: str | Path, log_dir: Path | None = None) -> ActorAndLightningTrainer:
     """Build the actor on this rank, with policy and reference policy from the weights of a Hugging Face folder.
 
     The ranks are read from torchrun's environment variables; without these there is one rank.
@@ -103,7 +103,7 @@ def _is_worth_logging(record: logging.LogRecord) -> bool:
     return "does not have field.name" not in record.getMessage()
 
 
-def _build(nemo_cfg: DictConfig, cfg: DictConfig, hf: dict[str, Any]) -> Built:
+def _build(nemo_cfg: DictConfig, cfg: DictConfig, hf: dict[str, Any]) -> ActorAndLightningTrainer:
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from nemo.utils.exp_manager import exp_manager
     from nemo_aligner.utils import train_script_utils as script
@@ -127,4 +127,4 @@ def _build(nemo_cfg: DictConfig, cfg: DictConfig, hf: dict[str, Any]) -> Built:
     actor = Actor(
         model, optimizer, temperature=grpo.temperature, hf_config=hf, chunk=chunk, float32_head=grpo.float32_head
     )
-    return Built(actor, trainer)
+    return ActorAndLightningTrainer(actor, trainer)

@@ -6,8 +6,8 @@ from it.  It has the paper's signals: KL, entropy, response length, missing eos,
 
 from typing import Any
 
-from nemo_prorl.lifecycle.journal_events import effects_in_words
-from nemo_prorl.lifecycle.stages import begun_from, end_in_words
+from nemo_prorl.lifecycle.journal_events import effects_text
+from nemo_prorl.lifecycle.stages import begun_from, end_text
 from nemo_prorl.report.read import Curve, RunRecord, number, part_of
 from nemo_prorl.report.tables import changes_between, trial_outcome
 
@@ -53,7 +53,7 @@ def _rows(run: RunRecord, before: RunRecord | None, runs: tuple[RunRecord, ...])
     rows += [[title, text] for key, title, form in _SIGNALS if (text := _signal(run, key, form))]
     resets = run.counted("reset_commit")
     rows += [
-        ["hard reset", f"after step {reset['step']}: {_short(reset.get('reason'))}{effects_in_words(reset)}"]
+        ["hard reset", f"after step {reset['step']}: {_short(reset.get('reason'))}{effects_text(reset)}"]
         for reset in resets
     ]
     rows += [["trial", _short(trial_outcome(end))] for end in run.counted("trial_end")]
@@ -78,7 +78,7 @@ def _began(run: RunRecord) -> str:
 
 def _ended(run: RunRecord) -> str:
     """Return how the stage ended, as `prorl status` says it, after which step, and why."""
-    ended, end = end_in_words(run.events), run.ending or {}
+    ended, end = end_text(run.events), run.ending or {}
     reason = f": {_short(end.get('reason'))}" if ended in ("stopped", "failed") else ""
     return f"{ended}, after step {run.last_step} of {run.setting('trainer.grpo.max_steps')}{reason}"
 

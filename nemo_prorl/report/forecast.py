@@ -128,7 +128,7 @@ def forecast(curve: Curve) -> dict[str, Any]:
         segments with an asymptote.  With enough validations: `unit`, "GPU hours" or "hours"; `begin`, first step of the
         segment; `spent`, its hours; `now`, [value, low, high] of the 90 % interval; `ahead`, the hours of `gain`,
         [median, low, high]; `backtests`.  If nothing is refused: `asymptote`, as `now`; `midpoint`, hours to half of
-        the gain; `exponent`; `advice`, what to do, in words.
+        the gain; `exponent`; `advice`, what to do, as text.
     """
     parts = segments(curve)
     facts: dict[str, Any] = {"name": curve.name, "refused": None, "segments": []}

@@ -16,9 +16,9 @@ from nemo_prorl.launcher.chain_slurm import JobState, job_states, read_record
 from nemo_prorl.launcher.formats import ChainEntry, ChainRecord
 from nemo_prorl.lifecycle.bottleneck import bottleneck
 from nemo_prorl.lifecycle.control import is_locked
-from nemo_prorl.lifecycle.journal_events import rate_in_words
+from nemo_prorl.lifecycle.journal_events import rate_text
 from nemo_prorl.lifecycle.retention import complete, newest_state, step_folder
-from nemo_prorl.lifecycle.stages import begun_from, end_in_words, stop_requested
+from nemo_prorl.lifecycle.stages import begun_from, end_text, stop_requested
 from nemo_prorl.lifecycle.summary import validations_of
 from nemo_prorl.planning.columns import columns
 from nemo_prorl.report.read import RunRecord, is_run, number, part_of, read_run, runs_inside
@@ -111,13 +111,13 @@ def _lowered(run: RunRecord) -> str | None:
     texts = [
         f"{rate} (hard reset after step {reset['step']})"
         for reset in run.counted("reset_commit")
-        if (rate := rate_in_words(reset)) and ((end := number(reset.get("lr_until"))) is None or end > run.last_step)
+        if (rate := rate_text(reset)) and ((end := number(reset.get("lr_until"))) is None or end > run.last_step)
     ]
     return "; ".join(texts) or None
 
 
 def _ended(run: RunRecord) -> str:
-    return "done" if run.summary.get("finished") is True else end_in_words(run.events)
+    return "done" if run.summary.get("finished") is True else end_text(run.events)
 
 
 def _state(run: RunRecord, locked: bool, resumes: str) -> tuple[str, str]:
@@ -125,7 +125,7 @@ def _state(run: RunRecord, locked: bool, resumes: str) -> tuple[str, str]:
 
     Args:
         locked: whether this machine sees a process that has locked the run directory.
-        resumes: what the next start does, in words.
+        resumes: what the next start does, as text.
 
     Returns:
         `running`, `finished`, `stopped`, `failed` or `killed`, and the sentence.
@@ -220,7 +220,7 @@ def _run_table(run: dict[str, Any]) -> str:
 
 
 def _speed(line: dict[str, Any]) -> str:
-    """Return the speed of a step in words, such as `7,120 tokens/s per device, updates 402 TFLOP/s (MFU 0.41)`."""
+    """Return the speed of a step as text, such as `7,120 tokens/s per device, updates 402 TFLOP/s (MFU 0.41)`."""
     rate, flops, mfu = (
         number(line.get(key))
         for key in ("time/step/tokens_per_s_per_device", "time/updates/tflops_per_device", "time/updates/mfu")
@@ -232,7 +232,7 @@ def _speed(line: dict[str, Any]) -> str:
 
 
 def _event(event: dict[str, Any]) -> str:
-    """Return an event of journal.jsonl in words, such as `finish, step 120, 2026-11-25 03:24 UTC`."""
+    """Return an event of journal.jsonl as text, such as `finish, step 120, 2026-11-25 03:24 UTC`."""
     shown = {key: value for key, value in event.items() if isinstance(value, str | int | float)}
     known = ("event", "step", "time", "version", "stage")
     rest = [f"{key} {value}" for key, value in shown.items() if key not in known]

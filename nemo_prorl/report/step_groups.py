@@ -91,14 +91,14 @@ class StoredStep:
         group, k = self.responses[number]
         response, verdict = group.responses[k], group.verdicts[k]
         heading = f"response {k}: score {verdict['score']}, advantage {float(self.advantage_B[number]):.4g}"
-        if gap := gap_in_words(logprobs):
+        if gap := gap_text(logprobs):
             heading += f", engine and trainer differ by {gap} nats per token"
         heading += "" if response.finished else ", cut off"
         tokens = [self._tokenizer.decode([token]) for token in response.token_ids]
         return ShownResponse(heading, verdict["detail"], tokens, logprobs)
 
 
-def gap_in_words(logprobs: Logprobs) -> str:
+def gap_text(logprobs: Logprobs) -> str:
     """Return the mean difference between engine and trainer per token; "" if the trainer's are unknown."""
     if "trainer" not in logprobs or not logprobs["engine"]:
         return ""
@@ -122,7 +122,7 @@ def _first(groups: Sequence[Group], most: int) -> set[int]:
 def _row(group: Group, logprobs: Sequence[Logprobs]) -> tuple[str, ...]:
     """Return a group's row of the page's table."""
     scores = ("-" if verdict["score"] is None else f"{verdict['score']:.3g}" for verdict in group.verdicts)
-    gap = max((float(gap) for known in logprobs if (gap := gap_in_words(known))), default=None)
+    gap = max((float(gap) for known in logprobs if (gap := gap_text(known))), default=None)
     return str(group.draw_index), group.task, group.prompt_id, ", ".join(scores), "-" if gap is None else f"{gap:.3g}"
 
 

@@ -183,7 +183,7 @@ def _number(function: Callable[..., Any], value: Any) -> float:
 
 
 def _distinct(names: list[str]) -> list[str]:
-    """Return the names; a name that stands there again gets a number: score, score_2."""
+    """Return the names; a repeated name gets a numeric suffix: score, score_2."""
     return [f"{name}_{count}" if (count := names[: k + 1].count(name)) > 1 else name for k, name in enumerate(names)]
 
 

@@ -137,7 +137,7 @@ class Collector:
     async def _collect(self, step: int, version: int) -> CollectedBatch:
         grpo = self.cfg.trainer.grpo
         dynamic, needed = grpo.dynamic_sampling, grpo.prompts_per_step
-        work = _Work(
+        work = _Collection(
             step,
             version,
             samples=grpo.samples_per_prompt,
@@ -194,7 +194,7 @@ class Collector:
         first = self._draws * self.cfg.trainer.grpo.samples_per_prompt
         return SecondVerdicts(self._second, self._rewards.score, self.cfg.trainer.deadlines.reward_s, first)
 
-    def _draw(self, sampler: DynamicSampler, running: asyncio.TaskGroup, work: "_Work") -> "asyncio.Task[Group]":
+    def _draw(self, sampler: DynamicSampler, running: asyncio.TaskGroup, work: "_Collection") -> "asyncio.Task[Group]":
         record, visit = self._blend.next()
         draw = PromptDraw(record, self.renderer.prompt_ids(record), visit)
         sampler.dispatched(record["task"])
@@ -229,7 +229,7 @@ class Collector:
 
     # --- one group -------------------------------------------------------------------------------------------------
 
-    async def _group(self, draw: PromptDraw, draw_index: int, work: "_Work") -> Group:
+    async def _group(self, draw: PromptDraw, draw_index: int, work: "_Collection") -> Group:
         """Generate and judge one group.  Each response is sent to the reward server as soon as it ends."""
         record = draw.record
         seeds = [response_seed(self.cfg.seed, record["id"], draw.visit, sample) for sample in range(work.samples)]
@@ -254,7 +254,7 @@ class Collector:
         values = (record["id"], record["task"], record, list(draw.prompt_ids), draw.visit, responses, verdicts)
         return Group(*values, work.step, work.version, draw_index)
 
-    def _sampling(self, draw: PromptDraw, work: "_Work") -> SamplingParams:
+    def _sampling(self, draw: PromptDraw, work: "_Collection") -> SamplingParams:
         grpo = self.cfg.trainer.grpo
         room = grpo.context_tokens - len(draw.prompt_ids)  # positive: the renderer refuses longer prompts
         limit = grpo.max_response_tokens
@@ -265,7 +265,7 @@ class Collector:
             stop_token_ids=(self.renderer.eos_id,),
         )
 
-    async def _judge(self, draw: PromptDraw, response: Response, number: int, work: "_Work") -> Verdict:
+    async def _judge(self, draw: PromptDraw, response: Response, number: int, work: "_Collection") -> Verdict:
         """Return the verdict on one response; have it judged again if it is in the sample for second verifiers.
 
         Args:
@@ -305,7 +305,7 @@ class Collector:
 
         Validation uses this method.  The weights after `step` must be published; they generate the responses.
         """
-        work = _Work(
+        work = _Collection(
             step,
             step,
             samples=samples,
@@ -316,7 +316,7 @@ class Collector:
         )
         return self._background.run(self._sample(prompts, work))
 
-    async def _sample(self, prompts: Sequence[PromptDraw], work: "_Work") -> list[Group]:
+    async def _sample(self, prompts: Sequence[PromptDraw], work: "_Collection") -> list[Group]:
         async with asyncio.TaskGroup() as running:
             tasks = [running.create_task(self._group(draw, index, work)) for index, draw in enumerate(prompts)]
         return [task.result() for task in tasks]
@@ -376,7 +376,7 @@ class Collector:
         await self._rewards.close()
 
     def state_dict(self) -> CollectorState:
-        """Return the exact state beside `groups` as JSON values.  Call it only while no collection runs."""
+        """Return the exact state besides `groups` as JSON values.  Call it only while no collection runs."""
         return {
             "surplus": draws_of(self._surplus),
             "draws": self._draws,
@@ -399,7 +399,7 @@ class Collector:
 
 
 @dataclass
-class _Work:
+class _Collection:
     """Settings common to all groups of one collection or validation, and the sum of their generated tokens."""
 
     step: int

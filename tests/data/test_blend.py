@@ -242,7 +242,7 @@ def test_other_records_or_another_seed_begin_anew(caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.INFO):
         after.begin_stage(state)
     assert [r.getMessage() for r in caplog.records] == [
-        "data source 'b': its records differ from the previous stage's; it starts anew"
+        "data source 'b': its records differ from the previous stage's; it starts again"
     ]
     carried = {name: entry["drawn"] for name, entry in after.state_dict()["sources"].items()}
     assert carried == {"a": state["sources"]["a"]["drawn"], "b": 0, "c": state["sources"]["c"]["drawn"]}

@@ -510,7 +510,7 @@ def test_a_prepared_blend_gives_each_record_once_an_epoch_however_often_it_is_st
     drawn: list[tuple[str, int]] = []
     rng, state = random.Random(3), None
     while len(drawn) < 200:
-        blend = Blend(load_sources(data)[0], seed=5)  # as a process that starts anew
+        blend = Blend(load_sources(data)[0], seed=5)  # as a process that starts again
         if state is not None:
             blend.load_state_dict(json.loads(state))
         for _ in range(rng.randint(0, 30)):

@@ -84,7 +84,7 @@ def test_a_probe_that_fails_says_why(code: str, says: str) -> None:
     ],
 )
 def test_vllm(found: dict[str, str], locked: str | None, on_gpu: bool, state: str) -> None:
-    assert states([machine.judge_vllm(found, locked, on_gpu, "python")]) == [state]
+    assert states([machine.assess_vllm(found, locked, on_gpu, "python")]) == [state]
 
 
 def test_the_locked_version_is_read_from_our_lock(root: Path) -> None:
@@ -115,15 +115,15 @@ FOLDER = storage.FolderFacts(Path("/runs"), "nfs4", 100 * 10**9, 0, "", "", 0.01
     ],
 )
 def test_run_directory(change: dict[str, Any], num_nodes: int, state: str) -> None:
-    assert states(storage.judge_folder(replace(FOLDER, **change), num_nodes)) == [state]
+    assert states(storage.assess_folder(replace(FOLDER, **change), num_nodes)) == [state]
 
 
 def test_room_for_checkpoints() -> None:
     small = replace(FOLDER, free=10 * 10**9)
-    assert states([storage.judge_room(FOLDER, 50 * 10**9)]) == ["pass"]
-    assert states([storage.judge_room(small, 9 * 10**9)]) == ["warn"]
-    assert states([storage.judge_room(small, 50 * 10**9)]) == ["fail"]
-    assert states([storage.judge_room(replace(small, held=60 * 10**9), 50 * 10**9)]) == ["pass"]
+    assert states([storage.assess_room(FOLDER, 50 * 10**9)]) == ["pass"]
+    assert states([storage.assess_room(small, 9 * 10**9)]) == ["warn"]
+    assert states([storage.assess_room(small, 50 * 10**9)]) == ["fail"]
+    assert states([storage.assess_room(replace(small, held=60 * 10**9), 50 * 10**9)]) == ["pass"]
     memory = memory_of(LAPTOP)
     assert storage.checkpoint_room(memory, None) == memory.checkpoints
     assert storage.checkpoint_room(memory, 1e-9) == 2 * memory.checkpoint  # the newest stays, one is being written
@@ -132,8 +132,10 @@ def test_room_for_checkpoints() -> None:
 
 def test_shared_and_host_memory() -> None:
     gb = 10**9
-    assert [states([storage.judge_shm(free * gb, 7 * gb)])[0] for free in (6, 7, 8)] == ["fail", "warn", "pass"]
-    host = [storage.judge_host((free * gb, "this machine"), {"reference": 20 * gb}) for free in (19, 28, 30)]
+    assert [states([storage.assess_shm(free * gb, 7 * gb)])[0] for free in (6, 7, 8)] == ["fail", "warn", "pass"]
+    host = [
+        storage.assess_available_memory((free * gb, "this machine"), {"reference": 20 * gb}) for free in (19, 28, 30)
+    ]
     assert states(host) == ["fail", "warn", "pass"]
     cpu = storage.host_parts(LAPTOP, memory_of(LAPTOP))
     assert "training and engine" in cpu
@@ -208,8 +210,8 @@ def test_a_folder_that_is_not_the_model(tmp_path: Path, config: str | None) -> N
 
 
 def test_the_vocabulary() -> None:
-    judged = [model.judge_vocabulary(TOKENIZER, rows) for rows in (128, 100, 99, None)]
-    assert states(judged) == ["pass", "pass", "fail", "fail"]
+    assessed = [model.assess_vocabulary(TOKENIZER, rows) for rows in (128, 100, 99, None)]
+    assert states(assessed) == ["pass", "pass", "fail", "fail"]
 
 
 @pytest.mark.parametrize(
@@ -226,11 +228,11 @@ def test_the_vocabulary() -> None:
     ],
 )
 def test_eos(eos: int | None, config: dict[str, Any], generation: dict[str, Any], state: str) -> None:
-    assert model.judge_eos(replace(TOKENIZER, eos=eos), config, generation, Path("m")).state == state
+    assert model.assess_eos(replace(TOKENIZER, eos=eos), config, generation, Path("m")).state == state
 
 
 def test_eos_that_only_generation_config_contradicts_is_told_as_that() -> None:
-    check = model.judge_eos(TOKENIZER, {"eos_token_id": 2}, {"eos_token_id": [4, 3]}, Path("m"))
+    check = model.assess_eos(TOKENIZER, {"eos_token_id": 2}, {"eos_token_id": [4, 3]}, Path("m"))
     assert check.text == "the tokenizer's eos is 2; that of generation_config.json is 3 and 4"
 
 
@@ -239,11 +241,11 @@ def test_message_lists_need_a_chat_template(tmp_path: Path) -> None:
     plain.write_text('not JSON with "role"\n' + json.dumps({"prompt": 'the word "role"'}) + "\n")
     chat.write_text(plain.read_text() + json.dumps({"prompt": [{"role": "user", "content": "?"}]}) + "\n")
 
-    def judged(file: Path, template: bool) -> str:
+    def assessed(file: Path, template: bool) -> str:
         cfg = laptop(data__train=[{"name": "mine", "path": str(file)}])
-        return states([model.judge_chat(replace(TOKENIZER, chat=template), model.source_with_messages(cfg))])[0]
+        return states([model.assess_chat(replace(TOKENIZER, chat=template), model.source_with_messages(cfg))])[0]
 
-    assert [judged(plain, False), judged(chat, True), judged(chat, False)] == ["pass", "pass", "fail"]
+    assert [assessed(plain, False), assessed(chat, True), assessed(chat, False)] == ["pass", "pass", "fail"]
     held = {"name": "held", "path": str(chat)}
     cfg = laptop(data__train=[{"name": "mine", "path": str(plain)}], data__validation=[held])
     assert model.source_with_messages(cfg) == "held"
@@ -258,10 +260,10 @@ def test_a_source_whose_task_is_left_out_needs_no_chat_template() -> None:
 
 def test_missing_files_may_need_a_chat_template(tmp_path: Path) -> None:
     (tmp_path / "plain.jsonl").write_text(json.dumps({"prompt": "?"}) + "\n")
-    check = model.judge_chat(replace(TOKENIZER, chat=False), None, missing=2)
+    check = model.assess_chat(replace(TOKENIZER, chat=False), None, missing=2)
     assert (check.state, check.text) == (
         "warn",
-        "cannot be judged yet, because 2 data files are missing; the tokenizer does not have a chat template",
+        "cannot be assessed yet, because 2 data files are missing; the tokenizer does not have a chat template",
     )
     cfg = laptop(data__train=[{"name": "mine", "path": str(tmp_path / "plain.jsonl")}])
     assert model.source_with_messages(cfg) is None
@@ -270,13 +272,13 @@ def test_missing_files_may_need_a_chat_template(tmp_path: Path) -> None:
 
 
 def test_a_template_that_opens_the_thought_is_named() -> None:
-    def judged(end: str) -> str:
-        return model.judge_chat(replace(TOKENIZER, chat=True, end=end), "mine").text
+    def assessed(end: str) -> str:
+        return model.assess_chat(replace(TOKENIZER, chat=True, end=end), "mine").text
 
-    assert "prompts end in <think>" in judged("<|assistant|><think>\n")
-    assert "<think>" not in judged("<|assistant|><think>\n\n</think>\n\n")
-    assert "<think>" not in judged("<|assistant|>")
-    broken = model.judge_chat(replace(TOKENIZER, end="'messages' is undefined"), "mine")
+    assert "prompts end in <think>" in assessed("<|assistant|><think>\n")
+    assert "<think>" not in assessed("<|assistant|><think>\n\n</think>\n\n")
+    assert "<think>" not in assessed("<|assistant|>")
+    broken = model.assess_chat(replace(TOKENIZER, end="'messages' is undefined"), "mine")
     assert (broken.state, "'messages' is undefined" in broken.text) == ("fail", True)
 
 
@@ -341,9 +343,9 @@ def test_a_tokenizer_that_does_not_load(tmp_path: Path, monkeypatch: pytest.Monk
 def test_ports() -> None:
     fault = network.port_fault("127.0.0.1")
     assert fault == ""
-    assert states([network.judge_port("127.0.0.1", fault, nodes) for nodes in (1, 2)]) == ["pass", "warn"]
+    assert states([network.assess_port("127.0.0.1", fault, nodes) for nodes in (1, 2)]) == ["pass", "warn"]
     elsewhere = network.port_fault("192.0.2.1")  # an address kept for documentation: nobody's
-    assert states([network.judge_port("192.0.2.1", elsewhere, 1)]) == ["fail"]
+    assert states([network.assess_port("192.0.2.1", elsewhere, 1)]) == ["fail"]
 
 
 def test_a_machine_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,7 +362,7 @@ def test_a_machine_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     [("ib", ["pass"]), ("=ib0", ["pass"]), ("eth,ib", ["pass"]), ("=ib", ["fail"]), ("eth", ["fail"]), ("^eth", [])],
 )
 def test_interfaces(value: str, expected: list[str]) -> None:
-    assert states(network.judge_interfaces({"NCCL_SOCKET_IFNAME": value}, ["lo", "ib0"])) == expected
+    assert states(network.assess_interfaces({"NCCL_SOCKET_IFNAME": value}, ["lo", "ib0"])) == expected
 
 
 @pytest.mark.parametrize(
@@ -376,7 +378,7 @@ def test_interfaces(value: str, expected: list[str]) -> None:
 def test_allocation(change: dict[str, str], accelerator: str, expected: list[str]) -> None:
     given = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "1", "SLURM_CPUS_ON_NODE": "8"}
     cfg = laptop(trainer__num_nodes=2, rollout__engines=2, trainer__accelerator=accelerator)
-    assert states(network.judge_allocation({**given, **change}, cfg)) == expected
+    assert states(network.assess_allocation({**given, **change}, cfg)) == expected
 
 
 # --- all nodes -------------------------------------------------------------------------------------------------------
@@ -403,18 +405,18 @@ NODE = nodes.NodeFacts("a", {"torch": "2.7"}, ["H100, 550"], 10**9, 0.0, 0.001, 
 )
 def test_nodes(change: dict[str, Any], bad: dict[str, str]) -> None:
     other = replace(NODE, node="b", **change)
-    checks = list(nodes.judge([NODE, other], 2, "", 10**8))
+    checks = list(nodes.assess([NODE, other], 2, "", 10**8))
     assert {check.name: check.state for check in checks if check.state != "pass"} == bad
     states(checks)
 
 
 def test_missing_and_hidden_nodes() -> None:
-    assert states(nodes.judge([], 2, "srun: error", 1)) == ["fail"]
-    [first, *_] = nodes.judge([NODE], 2, "srun: error: node b", 1)
+    assert states(nodes.assess([], 2, "srun: error", 1)) == ["fail"]
+    [first, *_] = nodes.assess([NODE], 2, "srun: error: node b", 1)
     assert first.state == "fail"
     assert "1 of 2" in first.text
     assert "node b" in first.text
-    checks = {check.name: check for check in nodes.judge([NODE], 1, "", 1, hidden=["a"])}
+    checks = {check.name: check for check in nodes.assess([NODE], 1, "", 1, hidden=["a"])}
     assert checks["nodes: dir"].state == "fail"
 
 
@@ -458,7 +460,7 @@ def test_the_probes_really_run(fake_srun: str, tmp_path: Path, monkeypatch: pyte
         seen.extend(found)
         return []
 
-    monkeypatch.setattr(nodes, "judge", kept)
+    monkeypatch.setattr(nodes, "assess", kept)
     assert list(nodes.check_nodes(cfg, fake_srun)) == []
     assert [facts.ahead_s for facts in seen] == [pytest.approx(500, abs=1)] * 2
     assert all(facts.lock_holds and facts.stale_s is not None for facts in seen)
@@ -508,7 +510,7 @@ def test_the_command_checks_the_run_it_is_given(
     """Overrides bring the checks of a run; a failing one makes 3, a wrong configuration ConfigError (exit code 2)."""
     monkeypatch.setattr(machine, "sandbox", lambda: iter(()))  # seconds, and tested elsewhere
     monkeypatch.setattr(machine, "rollout", lambda *_: Check("rollout", "pass", "here"))
-    monkeypatch.setattr(storage, "judge_shm", lambda *_: Check("shm", "fail", "full", "free it"))
+    monkeypatch.setattr(storage, "assess_shm", lambda *_: Check("shm", "fail", "full", "free it"))
 
     def names(*arguments: str) -> tuple[int, set[str]]:
         options = cli._parse(["doctor", "--json", *arguments])

@@ -35,12 +35,12 @@ def test_lines_of_nvidia_smi() -> None:
     ],
 )
 def test_gpus(gpus: list[devices.Gpu], expected: list[str]) -> None:
-    assert states(devices.judge_gpus(gpus, 8, 85e9, "trainer.devices=8")) == expected
+    assert states(devices.assess_gpus(gpus, 8, 85e9, "trainer.devices=8")) == expected
 
 
 def test_precision_needs_its_capability() -> None:
     def state(capability: tuple[int, int], fp8: str | None, bf16: bool) -> str:
-        return states([devices.judge_capability([H100, replace(H100, capability=capability)], fp8, bf16)])[0]
+        return states([devices.assess_capability([H100, replace(H100, capability=capability)], fp8, bf16)])[0]
 
     assert [state(c, "hybrid", True) for c in ((8, 6), (8, 9), (9, 0))] == ["fail", "pass", "pass"]
     assert [state(c, None, True) for c in ((7, 5), (8, 0))] == ["fail", "pass"]
@@ -58,7 +58,7 @@ def test_transformer_engine_needs_its_version() -> None:
         ("2.10.0", True),
     ]
     expected = ["fail", "pass", "pass", "warn", "pass", "pass", "pass"]
-    assert states([devices.judge_layers(*one) for one in found]) == expected
+    assert states([devices.assess_layers(*one) for one in found]) == expected
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_transformer_engine_needs_its_version() -> None:
     [({}, "pass"), ({"cuda": None}, "fail"), ({"gpus": 4}, "fail")],
 )
 def test_torch_on_gpus(change: dict[str, Any], state: str) -> None:
-    assert states([devices.judge_torch("torch", replace(TORCH, **change), 8, "trainer.devices=8")]) == [state]
+    assert states([devices.assess_torch("torch", replace(TORCH, **change), 8, "trainer.devices=8")]) == [state]
 
 
 def test_a_cpu_configuration_is_asked_for_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

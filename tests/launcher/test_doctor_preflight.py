@@ -1,4 +1,4 @@
-"""`prorl doctor --preflight`: the trial's configuration and folder, its judgements, and one real trial."""
+"""`prorl doctor --preflight`: the trial's configuration and folder, its assessment, and one real trial."""
 
 import copy
 import fcntl
@@ -86,7 +86,7 @@ def test_a_number_of_rows_stands_beside_preflight(words: list[str], caplog: pyte
     assert "--rows" in caplog.text
 
 
-# --- judging ---------------------------------------------------------------------------------------------------------
+# --- assessment ------------------------------------------------------------------------------------------------------
 
 
 def test_a_part_counts_when_all_ranks_ended_it_and_the_worst_of_them_is_told() -> None:
@@ -144,7 +144,7 @@ def test_a_part_counts_when_all_ranks_ended_it_and_the_worst_of_them_is_told() -
 def test_a_failure_is_quoted_and_the_keys_to_change_are_named(
     ranks: list[list[dict[str, Any]]], said: str, text: str, fix: str
 ) -> None:
-    check = trial_step.judge_failure(TrialOutcome(ranks, [said], log=Path("/runs/preflight.log")), H100)
+    check = trial_step.assess_failure(TrialOutcome(ranks, [said], log=Path("/runs/preflight.log")), H100)
     assert check.state == "fail"
     assert text in check.text
     assert fix in check.fix
@@ -153,14 +153,14 @@ def test_a_failure_is_quoted_and_the_keys_to_change_are_named(
 
 def test_on_a_cpu_the_machines_memory_is_named_too() -> None:
     what = "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
-    check = trial_step.judge_failure(TrialOutcome([error("update", what)], ["trainer-0 ended"]), LAPTOP)
+    check = trial_step.assess_failure(TrialOutcome([error("update", what)], ["trainer-0 ended"]), LAPTOP)
     assert "model.micro_batch_size" in check.fix
     assert "--mem=0" in check.fix
 
 
 def test_what_ended_before_a_failure_is_told_and_no_estimate_follows() -> None:
     outcome = TrialOutcome([[*end("build"), *error("engines", "DeadlineExceeded: waited")]], ["trainer-0 ended"])
-    checks = list(trial_step.judge(outcome, sizes_of(LAPTOP), LAPTOP, memory_of(LAPTOP)))
+    checks = list(trial_step.assess(outcome, sizes_of(LAPTOP), LAPTOP, memory_of(LAPTOP)))
     assert [check.state for check in checks] == ["pass", "fail"]
 
 
@@ -174,7 +174,7 @@ def test_a_gpus_peak_is_held_against_the_plan_and_what_was_left(peak_share: floa
         "build": {"gpu_peak": GB, "gpu_free": 50 * GB, "gpu_total": 80 * GB},
         "update": {"gpu_peak": peak, "gpu_free": free, "gpu_total": 80 * GB},
     }
-    check = trial_step.judge_device(parts, memory)
+    check = trial_step.assess_device(parts, memory)
     assert check.state == state
     assert "in 'update'" in check.text
     assert bool(check.fix) == (state != "pass")
@@ -183,7 +183,7 @@ def test_a_gpus_peak_is_held_against_the_plan_and_what_was_left(peak_share: floa
 @pytest.mark.parametrize(("lowest", "state"), [(10 * GB, "pass"), (GB, "warn")])
 def test_host_memory_that_is_nearly_gone_is_a_warning(lowest: int, state: str) -> None:
     outcome = TrialOutcome([], [], first_free=100 * GB, lowest_free=lowest)
-    assert trial_step.judge_host(outcome, {"update": {"host_peak": 3 * GB}}, 8).state == state
+    assert trial_step.assess_host_headroom(outcome, {"update": {"host_peak": 3 * GB}}, 8).state == state
 
 
 def test_the_estimate_scales_what_was_tried_to_a_whole_step() -> None:

@@ -208,7 +208,7 @@ def test_a_tail_reads_whole_lines_that_came_since(tmp_path: Path) -> None:
         f.write('2}\nbroken\n[3]\n{"n": 4}\n')
     assert tail.read() == [{"n": 2}, {"n": 4}]
     assert tail.read() == []
-    file.write_text("")  # somebody made it anew
+    file.write_text("")  # somebody made it again
     tail.read()
     file.write_text('{"n": 5}\n')
     assert tail.read() == [{"n": 5}]

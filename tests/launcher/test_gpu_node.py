@@ -1,7 +1,7 @@
 """A node with GPUs is refused before any engine or rank starts, with the fix; and cores lie near the GPUs.
 
 No GPU is here: `nvidia-smi` is a script that prints what a machine would, and sysfs a tree of files.  That shows what
-is asked and how it is judged, not what a real driver says.
+is asked and how it is assessed, not what a real driver says.
 """
 
 import os
@@ -120,11 +120,11 @@ def test_what_cuda_shows_is_what_counts() -> None:
 def test_a_driver_must_run_the_cuda_of_both_environments(tmp_path: Path) -> None:
     rollout, training = devices.ROLLOUT, "the training environment"
     new, older, none = devices.Libcuda(13000), devices.Libcuda(12080), devices.Libcuda(0)
-    good = devices.judge_driver({rollout: ("13.0", new), training: ("12.8", new)}, "580.65.06")
-    old = devices.judge_driver({rollout: ("13.0", older)}, "570.86.15")
-    cpu = devices.judge_driver({rollout: (None, older)}, "570.86.15")
-    trainer = devices.judge_driver({rollout: ("13.0", new), training: ("13.0", older)}, "570.86.15")
-    checks = [good, old, cpu, devices.judge_driver({rollout: ("13.0", none)}, "none"), trainer]
+    good = devices.assess_driver({rollout: ("13.0", new), training: ("12.8", new)}, "580.65.06")
+    old = devices.assess_driver({rollout: ("13.0", older)}, "570.86.15")
+    cpu = devices.assess_driver({rollout: (None, older)}, "570.86.15")
+    trainer = devices.assess_driver({rollout: ("13.0", new), training: ("13.0", older)}, "570.86.15")
+    checks = [good, old, cpu, devices.assess_driver({rollout: ("13.0", none)}, "none"), trainer]
     assert states(checks) == ["pass", "fail", "pass", "fail", "fail"]
     assert (
         "torch of the rollout environment is built for CUDA 13.0; driver 570.86.15 runs at most CUDA 12.8" in old.text

@@ -20,7 +20,7 @@ from nemo_prorl.errors import DeadlineExceeded
 from nemo_prorl.launcher import node, one_node, prepare
 from nemo_prorl.launcher import peers as peers_module
 from nemo_prorl.launcher.node import main
-from nemo_prorl.launcher.peers import End, NodeEnded, Peers, Place, blame
+from nemo_prorl.launcher.peers import NodeAddress, NodeEnded, Peers, StepOutcome, blame
 from nemo_prorl.launcher.processes import MergedLog
 
 pytestmark = pytest.mark.starts
@@ -34,12 +34,13 @@ def signals_as_before() -> Iterator[None]:
     signal.signal(signal.SIGUSR1, before)
 
 
-KILLED = End(1, "trainer-2 ended with status -9", "node2", "trainer-2", -9, at=3.0)
-ABORTED = End(1, "trainer-3 ended with status -6", "node3", "trainer-3", -6, at=2.0)  # NCCL's, when a peer is gone
-FAILED = End(1, "trainer-0 ended with status 1", "node0", "trainer-0", 1, at=1.0)
-BAD_DATA = End(4, "trainer-1 ended with status 4", "node1", "trainer-1", 4, at=0.5)
-WORN_OUT = End(1, "engine-3 ended with status 1, 9 times within an hour", "node3", "engine-3", 1, at=4.0)
-STOPPED = End(75, at=0.1)
+KILLED = StepOutcome(1, "trainer-2 ended with status -9", "node2", "trainer-2", -9, at=3.0)
+# NCCL aborts a rank when a peer is gone.
+ABORTED = StepOutcome(1, "trainer-3 ended with status -6", "node3", "trainer-3", -6, at=2.0)
+FAILED = StepOutcome(1, "trainer-0 ended with status 1", "node0", "trainer-0", 1, at=1.0)
+BAD_DATA = StepOutcome(4, "trainer-1 ended with status 4", "node1", "trainer-1", 4, at=0.5)
+WORN_OUT = StepOutcome(1, "engine-3 ended with status 1, 9 times within an hour", "node3", "engine-3", 1, at=4.0)
+STOPPED = StepOutcome(75, at=0.1)
 
 
 @pytest.mark.parametrize(
@@ -55,12 +56,12 @@ STOPPED = End(75, at=0.1)
         ([], None),
     ],
 )
-def test_the_cause_is_what_explains_the_other_ends(ends: list[End], cause: End | None) -> None:
+def test_the_cause_is_what_explains_the_other_ends(ends: list[StepOutcome], cause: StepOutcome | None) -> None:
     assert blame(ends) == cause
 
 
 def peers_of(folder: Path, nodes: int, attempt: str = "1", seconds: float = 5.0) -> list[Peers]:
-    return [Peers(folder, Place(k, nodes, f"node{k}"), attempt, seconds) for k in range(nodes)]
+    return [Peers(folder, NodeAddress(k, nodes, f"node{k}"), attempt, seconds) for k in range(nodes)]
 
 
 def test_nodes_begin_when_all_are_fit(tmp_path: Path) -> None:
@@ -85,17 +86,17 @@ def test_a_node_that_does_not_come_is_named(tmp_path: Path) -> None:
 
 def test_a_node_that_is_not_fit_ends_the_others_with_its_code(tmp_path: Path) -> None:
     leader, other = peers_of(tmp_path, 2, seconds=0.1)
-    other.agree(End(3, "rollout.python=/no/python is no Python", "node1"))
+    other.agree(StepOutcome(3, "rollout.python=/no/python is no Python", "node1"))
     with pytest.raises(NodeEnded, match="node1: rollout.python=/no/python") as caught:
         leader.meet(Deadline(10, "the nodes"))
     assert (caught.value.exit_code, caught.value.host) == (3, "node1")
 
 
 def test_all_nodes_end_as_node_0_decides(tmp_path: Path) -> None:
-    peers, decisions = peers_of(tmp_path, 3), dict[int, End]()
+    peers, decisions = peers_of(tmp_path, 3), dict[int, StepOutcome]()
     assert peers[0].look() is None
 
-    def agree(node: int, end: End) -> None:
+    def agree(node: int, end: StepOutcome) -> None:
         decisions[node] = peers[node].agree(end)
 
     threads = [threading.Thread(target=agree, args=(k, end)) for k, end in ((1, FAILED), (2, KILLED))]
@@ -110,12 +111,12 @@ def test_all_nodes_end_as_node_0_decides(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("end", "told"), [(FAILED, True), (KILLED, False), (BAD_DATA, False), (STOPPED, False)])
-def test_a_node_that_reports_nothing_may_be_the_cause(tmp_path: Path, end: End, told: bool) -> None:
+def test_a_node_that_reports_nothing_may_be_the_cause(tmp_path: Path, end: StepOutcome, told: bool) -> None:
     peers = peers_of(tmp_path, 3, seconds=0.2)
     peers[2].write_end(None)  # it has begun, and is lost
     peers[1].write_end(end)
     lost = "; node2 gave no report within 0.2 s: lost, or still waiting for others" if told else ""
-    assert peers[0].agree(End(75) if end is STOPPED else None).what == end.what + lost
+    assert peers[0].agree(StepOutcome(75) if end is STOPPED else None).what == end.what + lost
 
 
 def test_a_clean_end_of_rank_0_is_one_whatever_another_node_says(tmp_path: Path) -> None:
@@ -170,7 +171,7 @@ def test_an_end_that_another_node_wrote_before_the_launch_is_heard(tmp_path: Pat
     for name in ("engine-1.json", "node-1-0.json", "node-1-0.tmp", "token"):
         (endpoints / name).touch()
     leader, other = peers_of(endpoints, 2, seconds=0.1)
-    other.agree(End(3, "launches.jsonl: not visible on this node", "node1"))
+    other.agree(StepOutcome(3, "launches.jsonl: not visible on this node", "node1"))
     one_node.clear_endpoints(tmp_path, keep=leader.files)
     with pytest.raises(NodeEnded, match="node1: launches.jsonl: not visible on this node"):
         leader.require_no_end()
@@ -195,7 +196,7 @@ def test_a_stop_while_a_node_waits_for_the_decision_does_not_hide_why_it_ended(t
     process.send_signal(signal.SIGUSR1)
     time.sleep(0.5)
     assert process.poll() is None
-    Peers(tmp_path / "endpoints", Place(0, 2, "a"), "1").write_end(BAD_DATA)
+    Peers(tmp_path / "endpoints", NodeAddress(0, 2, "a"), "1").write_end(BAD_DATA)
     assert process.wait(30) == 0  # node 0 has decided
     assert json.loads(end.read_text())["end"]["code"] == 3
 
@@ -258,8 +259,8 @@ def test_the_ranks_port_is_chosen_when_the_run_is_prepared(tmp_path: Path, monke
         def __init__(self, *_: Any, peers: Peers) -> None:
             order.append(peers.place.port)
 
-        def run(self) -> End:
-            return End(75)
+        def run(self) -> StepOutcome:
+            return StepOutcome(75)
 
     def prepared(*_: Any) -> list[str]:
         order.append("prepared")
@@ -276,6 +277,6 @@ def test_the_ranks_port_is_chosen_when_the_run_is_prepared(tmp_path: Path, monke
     monkeypatch.setattr(node, "NodeSupervisor", Started)
     words = [f"run_dir={tmp_path}", "cluster=slurm_dev", "trainer.num_nodes=1", "rollout.engines=1"]
     args = argparse.Namespace(overrides=words, lock_wait_s=0.0)
-    place = Place(host="a")
+    place = NodeAddress(host="a")
     assert node.lead(args, Peers(tmp_path / "endpoints", place), MergedLog(None)).code == 75
     assert order == ["prepared", "chosen", 4711]

@@ -169,7 +169,7 @@ def test_the_cache_is_shared_by_plan_and_run(words: list[str], tmp_path: Path, m
     monkeypatch.setattr(PromptRenderer, "__init__", None)
     assert cli.main(["train", "--dry-run", *words, "data.max_prompt_tokens=1024"]) == 0
     (tmp_path / "mine.jsonl").write_text((tmp_path / "mine.jsonl").read_text().replace("three", "thrice"))
-    with pytest.raises(TypeError):  # counted anew
+    with pytest.raises(TypeError):  # counted again
         cli.main(["train", "--dry-run", *words, "data.max_prompt_tokens=1024"])
 
 

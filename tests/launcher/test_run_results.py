@@ -20,14 +20,14 @@ SUMMARY: dict[str, Any] = {
 
 def test_a_run_without_an_update_says_so() -> None:
     idle = [{"step": step, "reward/all": 0.0} for step in (1, 2)]
-    assert outcome(SUMMARY, idle)[-1].startswith("no update was made: in no step did responses to one prompt")
+    assert outcome(SUMMARY, idle)[-1].startswith("no update was made: the responses of every group had equal rewards")
     unjudged = [{"step": 1, "reward/all": None}]
     assert outcome(SUMMARY, unjudged)[-1].startswith("no update was made: no response has a verdict. Fix: correct the ")
     trained = [*idle, {"step": 3, "reward/all": 0.5, "policy/grad_norm": 1.0}]
     assert outcome(SUMMARY, trained)[-1].endswith("no significant change")
 
 
-def test_an_event_is_told_in_words() -> None:
+def test_an_event_as_text() -> None:
     event = {"event": "reset_commit", "step": 6, "time": 0.0, "reason": "at_steps", "tasks": {"a": 1}}
     assert _event(event) == "reset_commit, step 6, 1970-01-01 00:00 UTC, reason at_steps"
 

@@ -35,7 +35,7 @@ from dataclasses import fields
 sys.path.insert(0, "ROOT")
 from pathlib import Path
 from nemo_prorl.files import write_json
-from nemo_prorl.launcher.peers import End, node_file
+from nemo_prorl.launcher.peers import StepOutcome, node_file
 if "true" in sys.argv:
     dead = next((word[11:] for word in sys.argv if word.startswith("--nodelist=")), "")
     sys.exit(os.path.exists(f"dead-{dead}"))
@@ -73,7 +73,7 @@ if told.get("waits"):
     open("waiting", "w").close()
     while not stops: time.sleep(0.05)
 outcome = {"what": "", "host": "", "process": "", "status": None, "log": [], **told}
-for key in set(outcome) - {field.name for field in fields(End)}: outcome.pop(key)
+for key in set(outcome) - {field.name for field in fields(StepOutcome)}: outcome.pop(key)
 if not told.get("full disk"):
     attempt = next(word for word in sys.argv if word.startswith("--attempt=")).partition("=")[2]
     os.makedirs("run/endpoints", exist_ok=True)

@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from nemo_prorl import stacks
 from nemo_prorl.launcher import supervisor
 from nemo_prorl.launcher.health import Health
-from nemo_prorl.launcher.peers import End, Peers, Place
+from nemo_prorl.launcher.peers import NodeAddress, Peers, StepOutcome
 from nemo_prorl.launcher.processes import Child, MergedLog, ProcessFailed
 from nemo_prorl.launcher.supervisor import NodeSupervisor
 from nemo_prorl.lifecycle.stopping import FORWARDED_AS, JOB_START
@@ -52,8 +52,10 @@ def test_memory_that_a_tensor_freed_on_a_cpu_is_there_for_the_next(tmp_path: Pat
     assert int(said.stdout) < 2 * once
 
 
-@pytest.mark.parametrize(("place", "host"), [(Place(0, 1, "node7"), "127.0.0.1"), (Place(1, 2, "node7"), "node7")])
-def test_services_are_reached_where_they_listen(tmp_path: Path, place: Place, host: str) -> None:
+@pytest.mark.parametrize(
+    ("place", "host"), [(NodeAddress(0, 1, "node7"), "127.0.0.1"), (NodeAddress(1, 2, "node7"), "node7")]
+)
+def test_services_are_reached_where_they_listen(tmp_path: Path, place: NodeAddress, host: str) -> None:
     """On one node they listen at the loopback address, also in a Slurm job that knows the node by its name."""
     cfg: DictConfig = load(
         [f"run_dir={tmp_path}", f"trainer.num_nodes={place.nodes}", f"rollout.engines={place.nodes}"]
@@ -74,7 +76,7 @@ def test_what_the_user_set_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_service_that_used_up_its_restarts_is_named(tmp_path: Path) -> None:
     """Without its name and status, this end would be blamed before the rank whose failure came first."""
     cfg: DictConfig = load([f"run_dir={tmp_path}"])
-    merged, place = MergedLog(tmp_path / "all.log"), Place(1, 2, "b")
+    merged, place = MergedLog(tmp_path / "all.log"), NodeAddress(1, 2, "b")
     engine = Child("engine-1", [sys.executable, "-c", "exit(7)"], {}, tmp_path / "engine-1.log", merged)
     engine.start()
     assert engine.process is not None
@@ -116,7 +118,7 @@ def node_of_two(folder: Path, *overrides: str) -> NodeSupervisor:
     """The second node of two, each with two ranks and two engines."""
     sizes = ["trainer.num_nodes=2", "trainer.devices=2", "rollout.engines=4", "rollout.eager=true"]
     cfg: DictConfig = load([f"run_dir={folder}", *sizes, *overrides])
-    place = Place(1, 2, "node1", "node0", 4321)
+    place = NodeAddress(1, 2, "node1", "node0", 4321)
     return NodeSupervisor(cfg, folder, ["math", "mine"], MergedLog(folder / "all.log"), None, Peers(folder, place, "1"))
 
 
@@ -332,9 +334,9 @@ def test_a_rank_that_does_not_handle_signals_yet_ends_the_run_at_the_first(
 def test_the_other_nodes_are_told_that_a_stop_was_requested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[bool] = []
 
-    def agree(self: Peers, end: End | None, stop_requested: bool = False) -> End:
+    def agree(self: Peers, end: StepOutcome | None, stop_requested: bool = False) -> StepOutcome:
         told.append(stop_requested)
-        return end or End(1)
+        return end or StepOutcome(1)
 
     monkeypatch.setattr(Peers, "agree", agree)
     stops = (
@@ -354,8 +356,8 @@ def test_only_node_0_tells_why_the_run_failed(
     for number in (0, 1):
         caplog.clear()
         node = SmallNode(tmp_path, SLEEPS)
-        node.place = Place(node=number, nodes=2)
+        node.place = NodeAddress(node=number, nodes=2)
         node._here = f"node{number}"
-        node._over(End(1, "the engine is lost", "node0"))
+        node._over(StepOutcome(1, "the engine is lost", "node0"))
         told.append((len(node.failures), [record.getMessage() for record in caplog.records]))
     assert told == [(1, ["the engine is lost"]), (0, [])]  # each line begins with the name of its node

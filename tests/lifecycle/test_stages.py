@@ -16,7 +16,7 @@ from nemo_prorl.lifecycle.retention import FORMAT
 from nemo_prorl.lifecycle.stages import (
     begun_from,
     chosen_checkpoint,
-    end_in_words,
+    end_text,
     origin,
     take_over_model,
 )
@@ -152,13 +152,13 @@ def test_a_checkpoint_is_chosen_by_its_age_its_score_or_its_step(make: Make, cap
         ("/models/imported/run3/final", "imported/run3/final"),
     ],
 )
-def test_where_a_stage_began_in_words(given: str | None, words: str | None) -> None:
+def test_where_a_stage_began_as_text(given: str | None, words: str | None) -> None:
     start = {"event": "start", "step": 0} if given is None else {"event": "start", "step": 0, "start_from": given}
     others = [{"event": "reset_commit", "start_from": "no"}, {"event": "resume", "start_from": "later"}]
     assert begun_from([others[0], start, *(others[1:] if given else [])]) == words
 
 
-def test_the_end_of_a_run_in_words() -> None:
+def test_the_end_of_a_run_as_text() -> None:
     def asked(name: str) -> dict[str, str]:
         return {"event": "control", "request": name, "user": name, "host": "login-1"}
 
@@ -173,7 +173,7 @@ def test_the_end_of_a_run_in_words() -> None:
         ([start, asked("ann"), stop, {"event": "resume"}], "not ended"),
         ([start, asked("ann"), {"event": "finish"}], "done"),
     ):
-        assert end_in_words(events) == words
+        assert end_text(events) == words
 
 
 def test_what_is_still_being_written_is_no_beginning(make: Make, tmp_path: Path) -> None:

@@ -367,7 +367,7 @@ def first_words(argument: ast.expr) -> str:
 
 # Fields of parts that are not in a checkpoint, with the reason.
 NOT_SAVED = {
-    "records": {"_growth"},  # begins anew: the processes are new, too
+    "records": {"_growth"},  # begins again: the processes are new, too
     "rollouts": {
         "_published",
         "_asleep",

@@ -46,7 +46,7 @@ def _shared_engine(
 
 @pytest.fixture
 def engine(_shared_engine: EngineProcess) -> EngineProcess:
-    """The shared engine, running (started anew if a test killed it)."""
+    """The shared engine, running (started again if a test killed it)."""
     if not _shared_engine.running:
         _shared_engine.start()
     return _shared_engine.wait_ready()

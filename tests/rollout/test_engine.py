@@ -149,7 +149,7 @@ def test_greedy_output_after_an_update_is_that_of_a_fresh_engine(
 def test_responses_that_lose_their_place_in_the_cache_are_counted_and_go_on_as_they_were(
     engine: EngineProcess, fresh: EngineProcess, models: dict[str, Path]
 ) -> None:
-    """vLLM computes their tokens anew, which may change last bits, and draws on from their own seeds."""
+    """vLLM computes their tokens again, which may change last bits, and draws on from their own seeds."""
     load(engine, published(engine, models["tied1"], 3), 3)
     sampling = SamplingParams(temperature=1.2, max_tokens=110, stop_token_ids=())
 

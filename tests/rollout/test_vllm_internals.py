@@ -84,7 +84,7 @@ def sources(python: str) -> Path:
 
 @pytest.mark.slow
 def test_what_moved_in_the_sources_of_the_gpu_path_is_named(vllm_python: str) -> None:
-    """`tests/rollout/vllm_signatures.py` records them; a line here says what to read again before it records anew."""
+    """`tests/rollout/vllm_signatures.py` records them; a line here says what to read again before it records again."""
     assert "gone" not in RECORDED.values()
     assert vllm_signatures.moved(RECORDED, vllm_signatures.of_folder(sources(vllm_python))) == []
 

@@ -21,11 +21,11 @@ def fits_installed_versions() -> bool:
         _log.warning(
             "%s are installed; the faster linear layers and SwiGLU were made for %s and are off: training on a CPU is"
             " slower",
-            _in_words(installed),
-            _in_words(MADE_FOR),
+            _as_text(installed),
+            _as_text(MADE_FOR),
         )
     return installed == MADE_FOR
 
 
-def _in_words(versions: dict[str, str]) -> str:
+def _as_text(versions: dict[str, str]) -> str:
     return " and ".join(f"{name} {version}" for name, version in versions.items())

@@ -78,14 +78,14 @@ class Proof:
 
 
 @dataclass(frozen=True)
-class _Places:
-    """Canaries: files and sockets that a program must not reach."""
+class _Bait:
+    """Bait: files and sockets that a program must not reach."""
 
     folder: Path
     secret: Path  # file in `folder`
     text: str  # content of `secret`
     listeners: tuple[socket.socket, ...]
-    words: dict[str, Any]  # input of `escapes.py`, which names the canaries
+    words: dict[str, Any]  # input of `escapes.py`, which names the bait
     memory: Any = None  # keeps the text alive at the address in `words`
 
     def touched(self) -> list[str]:
@@ -115,8 +115,8 @@ def _same_port() -> list[socket.socket]:
 
 
 @contextlib.contextmanager
-def _canaries() -> Iterator[_Places]:
-    folder = Path(tempfile.mkdtemp(prefix="prorl-canary-"))
+def _baits() -> Iterator[_Bait]:
+    folder = Path(tempfile.mkdtemp(prefix="prorl-bait-"))
     sockets = _same_port()
     abstract = [socket.socket(socket.AF_UNIX, kind) for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM)]
     try:
@@ -125,7 +125,7 @@ def _canaries() -> Iterator[_Places]:
         secret.write_text(text)
         secret.chmod(0o644)
         port = sockets[0].getsockname()[1]
-        name = f"prorl-canary-{os.urandom(8).hex()}"
+        name = f"prorl-bait-{os.urandom(8).hex()}"
         abstract[0].bind("\0" + name)
         abstract[0].listen()
         abstract[1].bind("\0" + name + "-datagrams")
@@ -138,7 +138,7 @@ def _canaries() -> Iterator[_Places]:
         }
         memory = ctypes.create_string_buffer(text.encode())
         words |= {"pid": os.getpid(), "address": ctypes.addressof(memory)}
-        yield _Places(folder, secret, text, (*sockets, *abstract), words, memory)
+        yield _Bait(folder, secret, text, (*sockets, *abstract), words, memory)
     finally:
         for sock in (*sockets, *abstract):
             sock.close()
@@ -147,8 +147,8 @@ def _canaries() -> Iterator[_Places]:
 
 def prove(sandbox: Sandbox) -> Proof:
     """Attempt every escape in a sandbox that is already started, and return which attempts succeeded."""
-    with _canaries() as places:
-        program = Program(_ESCAPES.read_text(), "stdin", (json.dumps(places.words),), time_limit_s=20.0)
+    with _baits() as bait:
+        program = Program(_ESCAPES.read_text(), "stdin", (json.dumps(bait.words),), time_limit_s=20.0)
         run = sandbox.run(program, lambda *_: True)
         if run.outputs[0] is None or run.over_time:
             reason = "over time" if run.over_time else run.refused or run.details[0]
@@ -161,7 +161,7 @@ def prove(sandbox: Sandbox) -> Proof:
             return Proof(
                 sandbox.level, failure=f"attempts to escape that do not work prove nothing: {'; '.join(failed)}"
             )
-        possible = [name for name, result in results.items() if result == "POSSIBLE"] + places.touched()
+        possible = [name for name, result in results.items() if result == "POSSIBLE"] + bait.touched()
     needs = sandbox.run(Program(_NEEDS, "stdin", ("",), time_limit_s=20.0), lambda *_: True)
     if needs.outputs[0] != b"ready\n":
         return Proof(sandbox.level, failure=f"Python's standard library cannot be read inside: {needs.details[0]}")

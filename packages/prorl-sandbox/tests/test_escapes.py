@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 from prorl_sandbox import Program, Sandbox, SandboxFailure, levels
-from prorl_sandbox.levels import _canaries, _Places
+from prorl_sandbox.levels import _Bait, _baits
 from test_syscalls import HEADER, numbers
 
 pytestmark = pytest.mark.starts
 
-# Attempts that every user can make, and what `_Places.touched` then finds.
+# Attempts that every user can make, and what `_Bait.touched` then finds.
 ANYBODY = {
     "read a file of the host": (),
     "write a file of the host": ("change files of the host",),
@@ -76,10 +76,10 @@ HARD = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 REFUSALS = {"refused (EPERM)", "refused (EACCES)", "refused (ENOSYS)"}
 
 
-def outcomes(places: _Places, folder: Path, only: list[str] | None = None) -> dict[str, str]:
+def outcomes(bait: _Bait, folder: Path, only: list[str] | None = None) -> dict[str, str]:
     """Return the outcomes of attempts that nothing confines, by a process with a descriptor of the secret."""
-    words = places.words if only is None else {**places.words, "only": only}
-    with places.secret.open() as secret:
+    words = bait.words if only is None else {**bait.words, "only": only}
+    with bait.secret.open() as secret:
         done = subprocess.run(
             [sys.executable, "-I", str(levels._ESCAPES)],
             input=json.dumps(words),
@@ -139,18 +139,18 @@ def test_a_program_of_attempts_that_breaks_proves_nothing(
 
 @pytest.mark.parametrize("name", ANYBODY)
 def test_an_attempt_is_possible_where_nothing_confines_it_and_its_effect_is_seen(name: str, tmp_path: Path) -> None:
-    with _canaries() as places:
-        assert places.touched() == []
-        assert outcomes(places, tmp_path, [name]) == {name: "POSSIBLE"}
-        assert tuple(places.touched()) == ANYBODY[name]
+    with _baits() as bait:
+        assert bait.touched() == []
+        assert outcomes(bait, tmp_path, [name]) == {name: "POSSIBLE"}
+        assert tuple(bait.touched()) == ANYBODY[name]
 
 
 @pytest.mark.parametrize("name", sorted(WITH_RIGHTS))
 def test_an_attempt_that_needs_rights_is_possible_or_refused_for_the_lack_of_them(name: str, tmp_path: Path) -> None:
-    with _canaries() as places:
-        (found,) = outcomes(places, tmp_path, [name]).values()
+    with _baits() as bait:
+        (found,) = outcomes(bait, tmp_path, [name]).values()
         assert found == "POSSIBLE" or found in REFUSALS
-        assert places.touched() == []
+        assert bait.touched() == []
 
 
 def test_root_of_this_machine_can_make_most_of_them(tmp_path: Path) -> None:
@@ -159,8 +159,8 @@ def test_root_of_this_machine_can_make_most_of_them(tmp_path: Path) -> None:
         pytest.skip("needs root")
     possible = set()
     for name in WITH_RIGHTS:
-        with _canaries() as places:
-            possible |= {name for found in outcomes(places, tmp_path, [name]).values() if found == "POSSIBLE"}
+        with _baits() as bait:
+            possible |= {name for found in outcomes(bait, tmp_path, [name]).values() if found == "POSSIBLE"}
     assert possible >= {"read the caller's memory", "copy another process's memory", "be traced", "become another user"}
 
 
@@ -181,12 +181,12 @@ def proof_of(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, *only: str, sour
     """Return the proof of a sandbox with these attempts only."""
 
     @contextlib.contextmanager
-    def canaries() -> Iterator[_Places]:
-        with _canaries() as places:
-            places.words["only"] = list(only)
-            yield places
+    def baits() -> Iterator[_Bait]:
+        with _baits() as bait:
+            bait.words["only"] = list(only)
+            yield bait
 
-    monkeypatch.setattr(levels, "_canaries", canaries)
+    monkeypatch.setattr(levels, "_baits", baits)
     if source is not None:
         monkeypatch.setattr(levels, "_ESCAPES", Source(source))
     return levels.prove(sandbox)
@@ -239,12 +239,12 @@ def test_in_a_level_every_attempt_is_refused_by_the_system(level: str) -> None:
             sandbox.start()
         except SandboxFailure as error:
             pytest.skip(f"this machine has no such level: {error}")
-        with _canaries() as places:
-            program = Program(levels._ESCAPES.read_text(), "stdin", (json.dumps(places.words),), time_limit_s=20.0)
+        with _baits() as bait:
+            program = Program(levels._ESCAPES.read_text(), "stdin", (json.dumps(bait.words),), time_limit_s=20.0)
             run = sandbox.run(program, lambda *_: True)
             assert run.outputs[0] is not None, run.details
             found = json.loads(run.outputs[0])
-            assert places.touched() == []
+            assert bait.touched() == []
     assert set(found) == set(ANYBODY) | WITH_RIGHTS
     lacking = {levels._STAT} if level == "reduced" else set()
     assert {name for name, outcome in found.items() if not outcome.startswith("refused (")} == lacking

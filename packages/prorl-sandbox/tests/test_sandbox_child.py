@@ -164,7 +164,7 @@ def test_a_child_without_tests_says_whether_tests_can_influence_each_other(plain
 
 
 def test_the_first_child_compiles_for_all(plain: Sandbox) -> None:
-    """What it writes, no program can change.  A code that is too large for a file each child compiles anew."""
+    """What it writes, no program can change.  A code that is too large for a file each child compiles again."""
     with Job("print(1)", "", "") as job:
         assert job.run(plain).outputs == {0: b"1\n"}
         size, seals = os.fstat(job.code).st_size, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK

@@ -112,7 +112,7 @@ def test_a_recursive_lock_belongs_to_its_thread() -> None:
         assert other(lambda: lock.acquire(False)) is False
     assert (lock._is_mine(), lock._get_value()) == (False, 1)
     with lock:
-        assert other(lambda: lock.acquire(False)) is False  # taken anew, by the same thread
+        assert other(lambda: lock.acquire(False)) is False  # taken again, by the same thread
     assert other(lambda: lock.acquire(False)) is True
     with pytest.raises(AssertionError):
         lock.release()

@@ -34,7 +34,7 @@ def built(own_root: bool) -> bytes:
 
 
 @pytest.fixture(autouse=True)
-def anew() -> None:
+def empty_cache() -> None:
     """Each test builds the filter, so that `make mutate` sees that it does."""
     built.cache_clear()
 

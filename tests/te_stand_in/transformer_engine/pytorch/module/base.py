@@ -80,7 +80,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
     ) -> Rounded:
         """The weight in FP8, kept under a name for the other micro-batches of a step.
 
-        The fault of the pinned version: what was kept without a transpose is filled anew without one.
+        The fault of the pinned version: what was kept without a transpose is filled again without one.
         """
         scales: Scales = self.fp8_meta["scaling_fwd"]
         kept = self._fp8_workspaces.get(cache_name) if cache_name is not None else None

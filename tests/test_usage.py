@@ -204,7 +204,7 @@ def test_an_engine_that_is_large_from_its_start_is_an_alarm(tmp_path: Path) -> N
     alarms: list[str] = []
     rollouts = object.__new__(Rollouts)
     rollouts._endpoints, rollouts._recycled = tmp_path, {}
-    rollouts._records = SimpleNamespace(alarm=lambda step, what: alarms.append(f"{step}: {what}"))
+    rollouts._records = SimpleNamespace(alarm=lambda step, what: alarms.append(f"{step}: {what}"))  # type: ignore[assignment]
     for step in (5, 40, 44):
         write_json(tmp_path / "engine-0.json", ENGINE | {"pid": step})
         (tmp_path / "usage-0.json").write_text(json.dumps(node({"engine-0": 3 * GB}, pid=step)))

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from nemo_prorl import device
 from nemo_prorl.batch import JudgedGroups
@@ -31,37 +31,16 @@ from nemo_prorl.rollout.weight_store import WeightStore, weights_folder
 from nemo_prorl.tracing import RECORDER
 from nemo_prorl.usage import request_restart
 
+if TYPE_CHECKING:
+    from nemo_prorl.lifecycle.ledger import Ledger
+    from nemo_prorl.lifecycle.run_records import Records
+    from nemo_prorl.policy.actor import Actor
+
 _log = logging.getLogger(__name__)
 
 _RECYCLE_STEPS = 10  # restarts of one engine in fewer steps than this are an alarm
 _NAMED = 8  # tensors in an alarm
 _Dealt = tuple[CollectedBatch, JudgedGroups]  # the batch without tokens, and the rows of one data rank
-
-
-class _Weights(Protocol):
-    version: int
-    data_ranks: Any  # policy.data_ranks.DataRanks
-
-    def export_weights(self) -> Any: ...
-
-
-class _Records(Protocol):
-    """The methods of `lifecycle.run_records.Records` that this module uses."""
-
-    def alarm(self, step: int, message: str) -> None: ...
-    def lines(self) -> list[dict[str, Any]]: ...
-    def rollouts(
-        self, step: int, groups: Sequence[Any], dropped: Sequence[Any], judged_text: Callable[[Any, Any], str]
-    ) -> None: ...
-    def disagreements(self, step: int, responses: Sequence[Any]) -> None: ...
-
-
-class _Ledger(Protocol):
-    """The method of `lifecycle.ledger.Ledger` that this module uses."""
-
-    def groups(
-        self, step: int, groups: Sequence[Any], judged: JudgedGroups, outcomes: Sequence[Sequence[str]]
-    ) -> None: ...
 
 
 class Rollouts:
@@ -74,12 +53,12 @@ class Rollouts:
         self,
         cfg: Config,
         run_dir: Path,
-        policy: _Weights,
+        policy: "Actor",
         blend: LeaderOnly[Blend],
         collector: LeaderOnly[Collector],
-        records: _Records,
+        records: "Records",
         leader: Leader,
-        ledger: _Ledger,
+        ledger: "Ledger",
     ) -> None:
         """Wrap the collector."""
         self.collector = collector

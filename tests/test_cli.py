@@ -19,14 +19,9 @@ from nemo_prorl.launcher import one_node
 from nemo_prorl.lifecycle.run_records import Journal
 from nemo_prorl.report import status
 
-pytestmark = pytest.mark.starts
+pytestmark = [pytest.mark.starts, pytest.mark.usefixtures("in_an_empty_folder")]
 
 Prorl = Callable[..., subprocess.CompletedProcess[str]]
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def test_help_lists_the_commands(prorl: Prorl) -> None:

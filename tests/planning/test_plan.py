@@ -18,14 +18,9 @@ from nemo_prorl.lifecycle.stages import origin
 from nemo_prorl.planning import overview, timetable
 from nemo_prorl.planning import plan as p
 
-pytestmark = pytest.mark.starts
+pytestmark = [pytest.mark.starts, pytest.mark.usefixtures("in_an_empty_folder")]
 
 H100 = ["cluster=h100_4x8", "pretrained_checkpoint.restore_from_path=null", "model.micro_batch_size=1"]
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def chain_of(overrides: list[str], **rates: Any) -> p.Chain:

@@ -25,6 +25,8 @@ from typing import Any
 
 from machine import describe
 
+from nemo_prorl.files import read_objects
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "ablations.jsonl"
 PAGE, PICTURES = ROOT / "docs" / "explanation" / "ablations.md", ROOT / "docs" / "images"
@@ -110,8 +112,8 @@ def run_arm(arm: str, seed: int, out: Path, jobs: int) -> dict[str, Any]:
     model = [f"pretrained_checkpoint.restore_from_path={base}", "trainer.warmup.steps=0"]
     prorl("train", f"run_dir={run}", *model, *overrides, jobs=jobs)
     wall_s = time.monotonic() - began
-    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    events = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
+    metrics = read_objects(run / "metrics.jsonl")
+    events = read_objects(run / "journal.jsonl")
     validations = {e["step"]: round(e["all"]["mean"], 5) for e in events if e["event"] == "validation"}
     curves = {name: [_rounded(m.get(key)) for m in metrics] for name, key in CURVES.items()}
     seconds = [m["time/step"] - (m.get("time/validate") or 0.0) for m in metrics]
@@ -143,7 +145,7 @@ def _sums(values: Sequence[float]) -> list[float]:
 
 
 def results() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.is_file() else []
+    return read_objects(RESULTS)
 
 
 # --- tables and charts ------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from machine import describe
+from machine import describe, seconds
 
 SHAPES: dict[str, dict[str, int]] = {
     "laptop": {},
@@ -76,12 +76,6 @@ def build(shape: dict[str, int], folder: Path) -> Job:
     for _ in range(3):
         job.update()
     return job
-
-
-def seconds(work: Callable[[], Any]) -> float:
-    began = time.monotonic()
-    work()
-    return time.monotonic() - began
 
 
 def measure(shape: dict[str, int], rounds: int) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from typing import Any
 
 from machine import describe
 
-from nemo_prorl.files import last_objects
+from nemo_prorl.files import last_objects, read_objects
 from nemo_prorl.usage import RESTART_SUFFIX, growth
 
 EXTRA = 40  # steps after the long run, made twice
@@ -118,10 +118,10 @@ def slope_line(name: str, points: Sequence[tuple[float, float]], unit: str) -> s
 
 
 def report(run: Path, samples: Path, equal: bool) -> Iterator[str]:
-    found = [json.loads(line) for line in samples.read_text().splitlines()]
+    found = read_objects(samples)
     late = [sample for sample in found if sample["step"] > SKIP]
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    events = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
+    lines = read_objects(run / "metrics.jsonl")
+    events = read_objects(run / "journal.jsonl")
     counts = {name: sum(event["event"] == name for event in events) for name in ("validation", "reset_commit")}
     yield describe()
     yield f"{len(lines)} steps, {counts['validation']} validations, {counts['reset_commit']} hard resets; alarms:"

@@ -18,7 +18,6 @@ knows their asymptotes.  An asymptote is refuted if the run later ended above it
 """
 
 import argparse
-import json
 import math
 import re
 import sys
@@ -32,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 from machine import describe
 
+from nemo_prorl.files import read_objects
 from nemo_prorl.report.forecast import forecast
 from nemo_prorl.report.read import Curve, RunRecord
 
@@ -171,7 +171,7 @@ def real_segments() -> list[tuple[str, list[int], list[float], list[float]]]:
     """Return name, steps, scores and errors of each recorded segment; runs with equal validations once."""
     found: list[tuple[str, list[int], list[float], list[float]]] = []
     seen: list[dict[str, float]] = []
-    results = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    results = read_objects(RESULTS)
     for result in sorted(results, key=lambda result: -result["steps"]):  # a pilot may be the beginning of a run
         validations: dict[str, float] = result["validation"]
         if any(validations.items() <= other.items() for other in seen):

@@ -24,6 +24,8 @@ import instruction_prompts
 from machine import describe
 from real_model import make_model
 
+from nemo_prorl.files import read_objects
+
 ROOT = Path(__file__).resolve().parents[1]
 PRORL = (sys.executable, "-m", "nemo_prorl.cli")
 COUNT, HELD_OUT = 6000, 64  # prompts in all; prompts of these that are held out for validation
@@ -139,7 +141,7 @@ def peak_flops() -> float:
 
 
 def steps_of(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return read_objects(run / "metrics.jsonl")
 
 
 def curve(run: Path) -> Iterator[str]:

@@ -19,6 +19,7 @@ from gain import curve, prorl
 from machine import describe
 from real_model import make_model
 
+from nemo_prorl.files import read_objects
 from nemo_prorl.launcher.run_results import outcome
 
 PUZZLES = ("reasoning_gym:spell_backward", "reasoning_gym:gcd", "arithmetic")
@@ -59,7 +60,7 @@ def sources(size: int) -> str:
 
 
 def report(run: Path, probe: Path) -> Iterator[str]:
-    summary, metrics = (json.loads((run / "summary.json").read_text()), (run / "metrics.jsonl").read_text())
+    summary, metrics = json.loads((run / "summary.json").read_text()), read_objects(run / "metrics.jsonl")
     yield describe()
     minutes = json.loads((run / "wall_s.json").read_text()) / 60
     yield f"warm-up and GRPO on two puzzles and arithmetic: {minutes:.0f} minutes"
@@ -68,7 +69,7 @@ def report(run: Path, probe: Path) -> Iterator[str]:
         f"{source['source']} {source['reward']:.3f}" for source in json.loads(probe.read_text())["sources"]
     )
     yield from curve(run)
-    yield from outcome(summary, [json.loads(line) for line in metrics.splitlines()])
+    yield from outcome(summary, metrics)
 
 
 def main() -> None:

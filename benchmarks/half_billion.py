@@ -25,6 +25,8 @@ from typing import Any
 
 from machine import describe
 
+from nemo_prorl.files import read_objects
+
 WORDS = 151_936
 GB = 1e9
 
@@ -206,7 +208,7 @@ def run(args: argparse.Namespace) -> Iterator[str]:
             of = ", ".join(f"{k} {v / GB:.2f}" for k, v in sorted(parts.items(), key=lambda kv: -kv[1]) if v > 1e7)
             yield f"{label:34s} {seconds:8.1f} {sampler.peak / GB:9.2f} GB   {of}, /dev/shm {sampler.shared / GB:.2f}"
             most = max(most, sampler.peak if words[0] == "train" else 0)
-        steps = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+        steps = read_objects(folder / "run" / "metrics.jsonl")
         for metrics in steps:
             phases = {
                 k.removeprefix("time/"): v for k, v in metrics.items() if k.startswith("time/") and k.count("/") == 1

@@ -25,6 +25,7 @@ from typing import Any
 import psutil
 from machine import describe
 
+from nemo_prorl.files import read_objects
 from nemo_prorl.lifecycle.killpoints import POINTS, VARIABLE
 
 STEPS = 24
@@ -63,18 +64,8 @@ def command(run: Path, stage: str, *overrides: str) -> list[str]:
     return [prorl, "train", f"stage={stage}", f"run_dir={run}", *RUN, *overrides]
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    found = []
-    for line in path.read_text().splitlines() if path.is_file() else []:
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue
-    return found
-
-
 def last_step(run: Path) -> int:
-    return max((m["step"] for m in lines(run / "metrics.jsonl")), default=0)
+    return max((m["step"] for m in read_objects(run / "metrics.jsonl")), default=0)
 
 
 def start(run: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -129,11 +120,11 @@ def one_kill(run: Path, where: str, rng: random.Random) -> Kill | None:
         wait(process)
     else:
         process = start(run, {})
-        journal = len(lines(run / "journal.jsonl"))
+        journal = len(read_objects(run / "journal.jsonl"))
         steps = rng.randint(0, 2)
 
         def there() -> bool:
-            running = len(lines(run / "journal.jsonl")) > journal
+            running = len(read_objects(run / "journal.jsonl")) > journal
             return running and (steps == 0 or last_step(run) >= min(STEPS, before + steps))
 
         if wait(process, there):
@@ -150,7 +141,7 @@ def compare(undisturbed: Path, disturbed: Path) -> list[tuple[str, bool]]:
 
     def metrics(run: Path) -> list[dict[str, Any]]:
         apart = ("time/", "system/", "second/")  # a second verdict that is 2 s late is not counted
-        return [{k: v for k, v in m.items() if not k.startswith(apart)} for m in lines(run / "metrics.jsonl")]
+        return [{k: v for k, v in m.items() if not k.startswith(apart)} for m in read_objects(run / "metrics.jsonl")]
 
     one, other = (json.loads((run / "summary.json").read_text()) for run in (undisturbed, disturbed))
     wanted, found = metrics(undisturbed), metrics(disturbed)
@@ -200,7 +191,7 @@ def main() -> int:
     kills: list[Kill] = []
     for where in wheres:
         done = one_kill(other, where, rng)
-        resumed = [e["step"] for e in lines(other / "journal.jsonl") if e["event"] == "resume"]
+        resumed = [e["step"] for e in read_objects(other / "journal.jsonl") if e["event"] == "resume"]
         if kills:
             kills[-1].resumed = resumed[-1] if resumed else 0
         if done is None:
@@ -210,7 +201,7 @@ def main() -> int:
         sys.stderr.write(f"{done}\n")
     if not (other / "summary.json").is_file() or not json.loads((other / "summary.json").read_text())["finished"]:
         wait(start(other, {}))
-        kills[-1].resumed = [e["step"] for e in lines(other / "journal.jsonl") if e["event"] == "resume"][-1]
+        kills[-1].resumed = [e["step"] for e in read_objects(other / "journal.jsonl") if e["event"] == "resume"][-1]
     report += [f"{'killed at':24s} {'last step':>9s} {'went on from':>12s} {'seconds':>8s}"]
     report += [
         f"{k.where:24s} {k.step:9d} {k.resumed if k.resumed is not None else '-':>12} {k.seconds:8.0f}" for k in kills

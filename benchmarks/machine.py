@@ -1,13 +1,15 @@
-"""The first line of every benchmark's output: the machine and the date."""
+"""What benchmarks share: the first line of their output, which names machine and date, and how they take times."""
 
 import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 
 @contextmanager
@@ -20,6 +22,13 @@ def libraries_on_stderr() -> Iterator[None]:
     finally:
         os.dup2(kept, 1)
         os.close(kept)
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    """Return how long `work` takes."""
+    began = time.monotonic()
+    work()
+    return time.monotonic() - began
 
 
 _CHANGED = ("status", "--porcelain", "--untracked-files=no")

@@ -15,7 +15,6 @@ validation of its fastest run; each side counts with its last validation within 
 """
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -26,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from machine import describe
+
+from nemo_prorl.files import read_objects
 
 SIDES = {
     "shared": ["cluster=laptop"],
@@ -73,8 +74,8 @@ class Course:
 
     @classmethod
     def of(cls, run: Path) -> "Course":
-        metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        journal = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
+        metrics = read_objects(run / "metrics.jsonl")
+        journal = read_objects(run / "journal.jsonl")
         scores = {event["step"]: event["all"]["mean"] for event in journal if event["event"] == "validation"}
         seconds, heldout = 0.0, [(0.0, 0, scores[0])]
         for m in metrics:

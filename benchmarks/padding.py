@@ -22,12 +22,14 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from machine import describe, libraries_on_stderr
+from machine import describe, libraries_on_stderr, seconds
+
+from nemo_prorl.files import read_objects
 
 RECORDED = Path(__file__).parent / "results" / "lengths-laptop.json"
 
@@ -46,7 +48,7 @@ def lengths_of_run(run: Path, rows: int) -> list[int]:
     base = next(folder for folder in (run / "base", run / "init") if folder.is_dir())
     renderer = PromptRenderer(base, grpo.context_tokens)
     files = sorted((run / "rollouts").glob("step-*.jsonl"), key=lambda file: int(file.stem.split("-")[1]))
-    lines = [json.loads(line) for file in files for line in file.read_text().splitlines()][-rows:]
+    lines = [line for file in files for line in read_objects(file)][-rows:]
     return [renderer.length(x) + len(renderer.encode(x["response"])) + int(x["finished"]) for x in lines]
 
 
@@ -164,11 +166,6 @@ def timed(lengths: list[int], schemes: dict[str, Any], rounds: int) -> Iterator[
 
     def loss(logp_BT: Any, _: Any, micro: Any, denominator: float) -> tuple[Any, dict[str, Any]]:
         return -(logp_BT * micro.mask_BT).sum() / denominator, {}
-
-    def seconds(work: Callable[[], Any]) -> float:
-        began = time.monotonic()
-        work()
-        return time.monotonic() - began
 
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in schemes}
     for _ in range(rounds + 1):

@@ -26,7 +26,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from engine import Engine
-from machine import describe, libraries_on_stderr
+from machine import describe, libraries_on_stderr, seconds
 
 SHM = Path("/dev/shm")
 WORDS = 151_936
@@ -121,12 +121,6 @@ def written(policy: Any, path: Path) -> None:
             rest = memoryview(parameter.detach().contiguous().view(torch.uint8).numpy()).cast("B")
             while rest:
                 rest = rest[file.write(rest) :]
-
-
-def seconds(work: Callable[[], Any]) -> float:
-    began = time.monotonic()
-    work()
-    return time.monotonic() - began
 
 
 def cpu_seconds(work: Callable[[], Any]) -> float:

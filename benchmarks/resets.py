@@ -28,6 +28,7 @@ from machine import describe
 
 from nemo_prorl.algorithms.reset_rules import replay
 from nemo_prorl.config import ResetRulesConfig
+from nemo_prorl.files import read_objects
 from nemo_prorl.lifecycle.journal_events import standing
 from nemo_prorl.report.forecast import Segment, backtests
 
@@ -143,8 +144,8 @@ def overrides_of(base: Path, seed: int, arm: list[str]) -> list[str]:
 
 def curves(run: Path) -> dict[str, Any]:
     """Return a run's validations, resets, sessions, tokens, and the means of MEANS over each 50 steps."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    events = standing(json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines())
+    lines = read_objects(run / "metrics.jsonl")
+    events = standing(read_objects(run / "journal.jsonl"))
     trials = [event for event in events if event["event"] == "trial_end"]
     validations = {event["step"]: event for event in events if event["event"] == "validation"}
     means: dict[str, list[float]] = {}
@@ -169,7 +170,7 @@ def curves(run: Path) -> dict[str, Any]:
             {key: t[key] for key in ("trial", "winner", "difference", "se", "because", "tokens")} for t in trials
         ],
         "means": means,
-        "sessions": [json.loads(line) for line in (run / "sessions.jsonl").read_text().splitlines()],
+        "sessions": read_objects(run / "sessions.jsonl"),
     }
 
 
@@ -186,7 +187,7 @@ def plateaus(result: dict[str, Any]) -> list[int]:
 
 def results() -> list[dict[str, Any]]:
     """Return the results of the arms, and those of the pilot, in the order in which they were made."""
-    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.is_file() else []
+    return read_objects(RESULTS)
 
 
 def keep(result: dict[str, Any], commit: bool) -> None:

@@ -26,6 +26,8 @@ from typing import Any
 
 from machine import describe
 
+from nemo_prorl.files import read_objects
+
 CASES = ["0.1:8:4", "1:32:4", "5:96:4", "1:96:64", "5:48:4"]
 SAMPLES, WORKERS = 8, 64
 GOAL = 0.95
@@ -95,7 +97,7 @@ def run(
     ]
     path = os.pathsep.join(filter(None, (str(records.parent), os.environ.get("PYTHONPATH", ""))))
     subprocess.run(command, check=True, stdout=sys.stderr, env={**os.environ, "PYTHONPATH": path})
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return read_objects(folder / "metrics.jsonl")
 
 
 def line_of(latency: float, metrics: dict[str, Any]) -> str:

@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 from machine import describe
 from reward_load import DOMAINS, Load, mixture, same
 
@@ -35,35 +36,25 @@ IN_FLIGHT = 64
 SAMPLE_S = 15.0
 
 
-def stat_of(pid: int) -> tuple[int, str] | None:
-    """Return the parent and the state of a process, or None if the process does not exist."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return None
-    return int(fields[1]), fields[0]
+def is_alive(process: psutil.Process) -> bool:
+    """Return whether a process exists and is no zombie."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
-def family(root: int) -> list[int]:
+def family(root: psutil.Process) -> list[psutil.Process]:
     """Return all descendants of `root` that are not zombies."""
-    parents = {int(e.name): stat for e in os.scandir("/proc") if e.name.isdigit() and (stat := stat_of(int(e.name)))}
-    found, pending = [], [root]
-    while pending:
-        above = pending.pop()
-        below = [pid for pid, (parent, state) in parents.items() if parent == above and state != "Z"]
-        found += below
-        pending += below
-    return found
+    return [process for process in root.children(recursive=True) if is_alive(process)]
 
 
-def memory_mb(pids: list[int]) -> float:
+def memory_mb(processes: list[psutil.Process]) -> float:
     """Return the memory of processes in MB, with shared pages counted once."""
     total = 0
-    for pid in pids:
-        with contextlib.suppress(OSError, IndexError):
-            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-            total += next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-    return total / 1024
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            total += process.memory_full_info().pss
+    return total / 2**20
 
 
 @dataclass
@@ -107,28 +98,30 @@ async def ask(client: RewardClient, loads: Iterator[Load], soak: Soak, end: floa
             soak.wrong.append((load.request, verdict))
 
 
-async def kill(server: int, every_s: float, soak: Soak, end: float) -> None:
+async def kill(server: psutil.Process, every_s: float, soak: Soak, end: float) -> None:
     rng = random.Random(1)
     while time.monotonic() < end - 5.0:
         await asyncio.sleep(rng.uniform(0.5, 1.5) * every_s)
         if victims := family(server):
             victim = rng.choice(victims)
-            direct = (stat_of(victim) or (0, ""))[0] == server
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(victim, signal.SIGKILL)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                direct = victim.ppid() == server.pid
+                victim.kill()
                 soak.killed["worker" if direct else "sandbox process"] += 1
 
 
-async def sample(server: int, soak: Soak, began: float, end: float, say: Callable[[str], object]) -> None:
+async def sample(server: psutil.Process, soak: Soak, began: float, end: float, say: Callable[[str], object]) -> None:
     while time.monotonic() < end:
-        fds = len(os.listdir(f"/proc/{server}/fd"))
+        fds = server.num_fds()
         row = (time.monotonic() - began, soak.total, memory_mb([server, *family(server)]), fds)
         soak.samples.append(row)
         say(f"{row[0]:6.0f} s {row[1]:9d} answers {row[2]:8.0f} MB {row[3]:5d} descriptors  {len(soak.wrong)} wrong")
         await asyncio.sleep(SAMPLE_S)
 
 
-async def drive(folder: Path, server: int, minutes: float, every_s: float, say: Callable[[str], object]) -> Soak:
+async def drive(
+    folder: Path, server: psutil.Process, minutes: float, every_s: float, say: Callable[[str], object]
+) -> Soak:
     soak, loads, began = Soak(), mixture(0), time.monotonic()
     end = began + 60 * minutes
     async with RewardClient(folder, folder / "token") as client:
@@ -139,11 +132,11 @@ async def drive(folder: Path, server: int, minutes: float, every_s: float, say: 
     return soak
 
 
-def faults(soak: Soak, server: int, left: list[int], folder: Path) -> list[str]:
+def faults(soak: Soak, left: list[psutil.Process], folder: Path) -> list[str]:
     """Return a line of text for each requirement that the server did not meet.
 
     Args:
-        left: ids of processes that outlived the server.
+        left: processes that outlived the server.
         folder: folder of the server; files left in its folder `tmp` are a fault.
     """
     found = [f"{len(soak.wrong)} wrong verdicts, the first: {json.dumps(soak.wrong[0])[:600]}"] if soak.wrong else []
@@ -173,13 +166,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
         server = start(folder, args.workers)
-        soak = asyncio.run(drive(folder, server.pid, args.minutes, args.kill_every, say))
-        relatives = family(server.pid)
+        root = psutil.Process(server.pid)
+        soak = asyncio.run(drive(folder, root, args.minutes, args.kill_every, say))
+        relatives = family(root)
         server.send_signal(signal.SIGTERM)
         status = server.wait(60)
         time.sleep(1.0)
-        left = [pid for pid in relatives if (stat_of(pid) or (0, "Z"))[1] != "Z"]
-        found = faults(soak, server.pid, left, folder)
+        left = [process for process in relatives if is_alive(process)]
+        found = faults(soak, left, folder)
         if status:
             found.append(f"the server ended with status {status}")
     say(f"answered: {soak.total} ({', '.join(f'{task} {n}' for task, n in sorted(soak.answered.items()))})")

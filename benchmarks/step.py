@@ -6,7 +6,6 @@
 """
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from machine import describe
+
+from nemo_prorl.files import read_objects
 
 PHASES = ("publish", "rollout", "logprobs", "advantages", "updates")
 
@@ -71,7 +72,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         run = args.run or fresh_run(Path(folder) / "run", args.steps, args.overrides)
-        metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        metrics = read_objects(run / "metrics.jsonl")
     sys.stdout.write("\n".join([describe(), *report(metrics, args.skip)]) + "\n")
 
 

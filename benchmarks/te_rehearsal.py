@@ -21,6 +21,7 @@ from typing import Any
 
 from machine import describe
 
+from nemo_prorl.files import read_objects
 from nemo_prorl.lifecycle.killpoints import VARIABLE
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -83,10 +84,6 @@ def make_model(out: Path) -> Path:
     return out / "model"
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def rehearse(cluster: str, model: Path, out: Path) -> Iterator[str]:
     from nemo_prorl.policy.weights import HFFolder, sha256_of
 
@@ -106,9 +103,9 @@ def rehearse(cluster: str, model: Path, out: Path) -> Iterator[str]:
     yield f"run2, from run1 with a hard reset: {train('run2', runs['run1'], 'trainer.grpo.max_steps=2'):.0f} s"
     yield f"export-hf: {prorl(out / 'export.log', 'export-hf', runs['run2'], exported):.0f} s"
     for name, run in runs.items():
-        events = [event["event"] for event in lines(run / "journal.jsonl")]
+        events = [event["event"] for event in read_objects(run / "journal.jsonl")]
         yield f"{name}'s journal: {' '.join(events)}"
-        for metrics in lines(run / "metrics.jsonl"):
+        for metrics in read_objects(run / "metrics.jsonl"):
             keys = ("reward/all", "kl", "policy/loss", "policy/grad_norm", "engine_gap/mean_abs")
             yield f"  step {metrics['step']}: " + ", ".join(f"{key} {metrics[key]:.3g}" for key in keys)
     wanted = json.loads((runs["run2"] / "summary.json").read_text())["weights_sha256"]

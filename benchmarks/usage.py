@@ -7,7 +7,6 @@ is repeated with the samples and steps that RUN has written.  Costs are CPU time
 """
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from typing import Any, cast
 
 from machine import describe
 
+from nemo_prorl.files import read_objects
 from nemo_prorl.launcher.peers import NodeAddress
 from nemo_prorl.launcher.processes import Child
 from nemo_prorl.launcher.usage_sampler import _EVERY_S, _SHARE, UsageSampler
@@ -38,7 +38,7 @@ def cpu_seconds(work: Callable[[], Any]) -> float:
 
 
 def measure(run: Path) -> None:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = read_objects(run / "metrics.jsonl")
     step_s = statistics.median(line["time/step"] for line in lines)
     nodes = newest(run / "endpoints")
     processes = {name: process["pid"] for node in nodes for name, process in node["processes"].items()}

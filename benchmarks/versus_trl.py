@@ -33,6 +33,7 @@ from typing import Any
 import psutil
 from machine import describe
 
+from nemo_prorl.files import read_objects
 from nemo_prorl.launcher.supervisor import HEAP
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -148,7 +149,7 @@ def make_model(folder: Path, records: Path) -> Path:
 
     from nemo_prorl.data.laptop.model import EOS, SPECIAL, build_base_model
 
-    prompts = [json.loads(line)["prompt"] for line in records.read_text().splitlines()]
+    prompts = [record["prompt"] for record in read_objects(records)]
     build_base_model(folder, OmegaConf.load(ROOT / "conf" / "model" / "laptop.yaml").model, 1, prompts)
     weights = load_file(folder / "model.safetensors")
     weights["model.embed_tokens.weight"][:, 0] = EMBED

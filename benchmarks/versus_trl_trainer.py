@@ -19,6 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "packages" / "prorl-sandbox"), *map(str, (ROOT / "reward_plugins").iterdir())]
 
+from nemo_prorl.files import read_objects  # noqa: E402
 from nemo_prorl.rewards.interface import RewardRequest, judge  # noqa: E402
 
 PARTS = {
@@ -115,7 +116,7 @@ def main() -> None:
     from trl import GRPOTrainer
 
     torch.set_num_threads(cfg["threads"])
-    records = [json.loads(line) for line in Path(cfg["records"]).read_text().splitlines()]
+    records = read_objects(Path(cfg["records"]))
     tokenizer = AutoTokenizer.from_pretrained(cfg["model"])
     model = AutoModelForCausalLM.from_pretrained(cfg["model"], dtype=torch.float32)
     plugin = plugin_named(cfg["plugin"])

@@ -113,6 +113,12 @@ def disturbed(undisturbed: Path) -> Path:
 
 
 @pytest.fixture
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current folder of a test, or of a file that names this fixture in its `pytestmark`, is its own and empty."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
 def prorl(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs the `prorl` command in a process of its own, in an empty folder."""
 

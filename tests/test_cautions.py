@@ -14,12 +14,9 @@ from nemo_prorl.rewards.functions import code_of
 from nemo_prorl.settings import group_options, load, resolved_yaml
 from tests.policy.models import QWEN2, write_model
 
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
 BASE = "pretrained_checkpoint.restore_from_path=null"
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 RESETS = [

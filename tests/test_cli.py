@@ -15,18 +15,14 @@ from omegaconf import DictConfig
 
 import nemo_prorl.launcher.one_node
 from nemo_prorl import cli, errors, settings
+from nemo_prorl.files import json_lines
 from nemo_prorl.launcher import one_node
 from nemo_prorl.lifecycle.run_records import Journal
 from nemo_prorl.report import status
 
-pytestmark = pytest.mark.starts
+pytestmark = [pytest.mark.starts, pytest.mark.usefixtures("in_an_empty_folder")]
 
 Prorl = Callable[..., subprocess.CompletedProcess[str]]
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def test_help_lists_the_commands(prorl: Prorl) -> None:
@@ -183,7 +179,7 @@ def test_status_reads_the_files_of_a_run(tmp_path: Path) -> None:
         (run / "checkpoints" / name / "state.json").write_text("{}")
     (run / "config.yaml").write_text(settings.resolved_yaml(settings.load(["trainer.grpo.max_steps=40"])))
     lines = [{"step": 1, "kl": 0.0}, {"step": 23, "kl": 0.00123456789, "reward/math": 0.5}]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 24, "k')
+    (run / "metrics.jsonl").write_text(json_lines(lines) + '{"step": 24, "k')
     text = status.status(run)
     assert "23 of 40\n" in text
     assert "step-000020\n" in text

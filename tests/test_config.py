@@ -17,13 +17,10 @@ from nemo_prorl.launcher.prepare import start_faults
 from tests import paper_model
 from tests.data.preparing import touch_prepared
 
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
 OPTIONS = settings.group_options()
 BASE = "pretrained_checkpoint.restore_from_path"
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture

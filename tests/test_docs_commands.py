@@ -30,10 +30,11 @@ from nemo_prorl.lifecycle.retention import FORMAT
 from nemo_prorl.rewards.scaffold import new_plugin
 from tests.conftest import ROOT
 from tests.data import published
-from tests.data.preparing import SUMS, TEST, touch_prepared, write
+from tests.data.preparing import SUMS, TEST, touch_prepared
 from tests.data.test_prepare_judge import MODEL, Judge, pairs
 from tests.evaluation.test_evaluate import Address
 from tests.launcher.test_chain import Slurm, finish
+from tests.lines import read_lines, write_lines
 from tests.paper_model import write_hollow
 from tests.policy.models import MODELS, QWEN2, write_model
 from tests.report.made import evaluation, make_run
@@ -153,12 +154,12 @@ def commands_of(*ways: str, slow: Callable[[Words], bool] = lambda _: False) -> 
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the files that the pages speak of, and a Slurm that takes every job."""
     (tmp_path / "runs").mkdir()
-    write(
+    write_lines(
         tmp_path / "my-problems.jsonl",
         [{"problem": f"What is {n} plus 25?", "answer": str(n + 25)} for n in range(1205)],
     )
-    write(tmp_path / "requests.jsonl", [{**REQUEST, "response": "\\boxed{4}", "finished": True}])
-    write(tmp_path / "responses.jsonl", [{**UNITS, "response": "300", "finished": True}])
+    write_lines(tmp_path / "requests.jsonl", [{**REQUEST, "response": "\\boxed{4}", "finished": True}])
+    write_lines(tmp_path / "responses.jsonl", [{**UNITS, "response": "300", "finished": True}])
     for page, name in (("reward_function", "units.py"), ("reward_server", "judge.py")):
         code = blocks(ROOT / "docs" / "howto" / f"{page}.md", "python")
         (tmp_path / name).write_text(next(text for text in code if text.startswith(f"# {name}")))
@@ -204,8 +205,8 @@ def prepared(place: Path) -> None:
     touch_prepared(place / "prepared")
     (place / "prepared" / "mine").mkdir()
     for part in ("train", "validation"):
-        write(place / "prepared" / "mine" / f"{part}.jsonl", [REQUEST | {"id": part, "prompt": part}])
-    write(place / "units.jsonl", [UNITS])
+        write_lines(place / "prepared" / "mine" / f"{part}.jsonl", [REQUEST | {"id": part, "prompt": part}])
+    write_lines(place / "units.jsonl", [UNITS])
     half_billion = place / "models" / "SmolLM2-135M-Instruct"
     half_billion.mkdir(parents=True)
     (half_billion / "config.json").write_text(json.dumps(QWEN_0P5B))
@@ -337,11 +338,11 @@ def on_rows_made_here(words: Words, place: Path) -> Words:
         published.make_all(place / "published")
         given[given.index("--from") + 1] = f"published/{source}"
     elif origin is not None and not Path(origin).exists():
-        file = write(place / (f"{source}.jsonl" if origin == "hub" else origin), ROWS[source])
+        file = write_lines(place / (f"{source}.jsonl" if origin == "hub" else origin), ROWS[source])
         given[given.index("--from") + 1] = str(file)
     if (against := value_of(words, "--against")) is not None:
         (place / against).parent.mkdir(parents=True)
-        write(place / against, [{"prompt": "What?"}])
+        write_lines(place / against, [{"prompt": "What?"}])
     return given
 
 
@@ -398,7 +399,7 @@ def test_the_page_tells_the_columns_of_every_source() -> None:
 
 def test_a_bad_row_is_named_as_the_page_says(place: Path, caplog: pytest.LogCaptureFixture) -> None:
     [row] = [json.loads(text) for text in blocks(ROOT / "docs" / "tutorial" / "data.md", "json")]
-    write(place / "my-problems.jsonl", [*[row] * 11, {"problem": row["problem"], "solution": row["answer"]}])
+    write_lines(place / "my-problems.jsonl", [*[row] * 11, {"problem": row["problem"], "solution": row["answer"]}])
     [shown] = [text for text in blocks(ROOT / "docs" / "tutorial" / "data.md", "text") if ":12:" in text]
     words = ["data", "prepare", "math", "--from", "my-problems.jsonl", "--out", "prepared/mine"]
     assert cli.main(words) == 4
@@ -408,7 +409,7 @@ def test_a_bad_row_is_named_as_the_page_says(place: Path, caplog: pytest.LogCapt
 @commands_of("rewards score")
 def test_requests_are_judged(words: Words, place: Path) -> None:
     done(words[1:])
-    [verdict] = [json.loads(line) for line in (place / "verdicts.jsonl").read_text().splitlines()]
+    [verdict] = read_lines(place / "verdicts.jsonl")
     assert verdict["score"] == 1.0
 
 
@@ -552,7 +553,7 @@ def heavy(test: Any) -> Any:
 @heavy
 def test_the_pages_about_evaluation(story: Story) -> None:
     """In their order; two prompts of each benchmark, one sample."""
-    write(story.folder / "my-test.jsonl", [REQUEST])
+    write_lines(story.folder / "my-test.jsonl", [REQUEST])
     server = Address(0.0)
     try:
         for words in of_way("prorl evaluate"):
@@ -594,7 +595,9 @@ def test_the_starting_model_is_probed(story: Story) -> None:
 @heavy
 def test_your_own_data_is_trained_on(story: Story) -> None:
     """docs/tutorial/data.md from its first command to a run, smaller."""
-    write(story.folder / "my-problems.jsonl", [{"problem": f"{n} plus 25?", "answer": str(n + 25)} for n in range(200)])
+    write_lines(
+        story.folder / "my-problems.jsonl", [{"problem": f"{n} plus 25?", "answer": str(n + 25)} for n in range(200)]
+    )
     [prepare] = [words for _, words in COMMANDS if "my-problems.jsonl" in words]
     story.run(prepare)
     [plan, train] = [

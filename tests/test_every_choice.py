@@ -38,6 +38,8 @@ from tests.lifecycle.parts import NoCheckpoints, Parts, leader
 from tests.policy.choice_ranks import ALIKE, CHOICES, settings_of
 from tests.rollout.test_collector import group_of
 
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
 KEYS = {key.name: key for key in all_keys() if key.rule.choices}
 IN_FP8 = ["cluster=h100_4x8_fp8", "pretrained_checkpoint.restore_from_path=null"]
 NEEDS = {  # what is set beside a choice, so that it shows
@@ -51,11 +53,6 @@ SAME: dict[str, dict[Any, Any]] = {
     "trainer.precision": dict(ALIKE),
     "rollout.dtype": {None: "float32"},  # as trainer.precision, which is 32 in the laptop job
 }
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def values_of(key: ConfigKey) -> list[Any]:

@@ -22,8 +22,9 @@ from nemo_prorl import cli, settings
 from nemo_prorl.data.laptop.model import build_tokenizer
 from tests.conftest import ROOT
 from tests.data import published
-from tests.data.preparing import SUMS, write
+from tests.data.preparing import SUMS
 from tests.data.test_prepare_judge import MODEL, Judge, pairs
+from tests.lines import write_lines
 from tests.planning.test_plan import measured_line, write_run
 from tests.report.made import make_run
 from tests.rewards.test_reverify import stored
@@ -236,18 +237,18 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         make_run(folder / "runs" / name)
     write_run(folder / "runs" / "measured", [], [measured_line(1, 15_000, 5.0, 48, 10.0)])
     (folder / "runs" / "judged" / "rollouts").mkdir(parents=True)
-    write(
+    write_lines(
         folder / "runs" / "judged" / "rollouts" / "step-1.jsonl", [stored("a", "\\boxed{7}", score=0.0, correct=False)]
     )
     (folder / "full.yaml").write_text(settings.resolved_yaml(settings.load([])))
     (folder / "folder").mkdir()
     for file in ("sums.jsonl", "folder/sums.jsonl"):
-        write(folder / file, SUMS)
-    write(folder / "seen.jsonl", SUMS[:1])
+        write_lines(folder / file, SUMS)
+    write_lines(folder / "seen.jsonl", SUMS[:1])
     published.aime24(folder / "published" / "aime24")
-    write(folder / "pairs.jsonl", pairs(6))
-    write(folder / "sum.jsonl", [SUM])
-    write(folder / "units.jsonl", [{**SUM, "task": "units"}])
+    write_lines(folder / "pairs.jsonl", pairs(6))
+    write_lines(folder / "sum.jsonl", [SUM])
+    write_lines(folder / "units.jsonl", [{**SUM, "task": "units"}])
     (folder / "units.py").write_text("def score(prompt, response, truth):\n    return 1.0\n")
     build_tokenizer([row["problem"] for row in SUMS]).save_pretrained(folder / "words")
     for name, text in CONVERTED.items():

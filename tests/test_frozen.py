@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.lines import read_lines
 from tests.whole_runs import Job, metrics_of, run_undisturbed, without_time
 
 pytestmark = [pytest.mark.nemo, pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -69,7 +70,7 @@ def processor() -> str:
 def account_of(run: Path) -> dict[str, Any]:
     """Return all that a run computed, without times."""
     summary = json.loads((run / "summary.json").read_text())
-    rollouts = [json.loads(line) for line in (run / "rollouts" / "step-1.jsonl").read_text().splitlines()]
+    rollouts = read_lines(run / "rollouts" / "step-1.jsonl")
     return {
         "processor": processor(),
         "prompts of step 1": sorted({rollout["id"] for rollout in rollouts if rollout["trained"]}),

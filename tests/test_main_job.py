@@ -19,6 +19,7 @@ from nemo_prorl.report.audit import exact
 from nemo_prorl.report.status import run_state, status
 from nemo_prorl.report.step_groups import StoredStep
 from nemo_prorl.rollout.group_arrays import encode
+from tests.lines import read_lines
 from tests.test_formats import against
 from tests.whole_runs import (
     STEPS,
@@ -328,7 +329,7 @@ def test_a_run_without_a_signal_says_why_shows_responses_and_stops(root: Path, u
     reason = stop["reason"]
     assert reason.startswith("stopped after step 2: 2 steps in a row made no update")
     assert "trainer.grpo.max_response_tokens" in reason
-    responses = [json.loads(line) for line in (run / "rollouts" / "step-2.jsonl").read_text().splitlines()]
+    responses = read_lines(run / "rollouts" / "step-2.jsonl")
     assert responses
     assert {response["verdict"]["score"] for response in responses} == {0.0}
     job = Job(root, run, *hopeless, "trainer.grpo.max_steps_without_signal=2")

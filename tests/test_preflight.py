@@ -1,6 +1,5 @@
 """The step at full context that `prorl doctor --preflight` tries: how much, in which order, what is recorded."""
 
-import json
 import mmap
 from collections import defaultdict
 from pathlib import Path
@@ -20,6 +19,7 @@ from nemo_prorl.preflight import PreflightSizes, TrialRecorder, check_full, meas
 from nemo_prorl.rollout.endpoints import Response, SamplingParams
 from nemo_prorl.trainer import RunProgress, Trainer, policy_loss
 from tests.lifecycle.parts import leader
+from tests.lines import read_lines
 
 SMALL = ["trainer.grpo.prompts_per_step=8", "trainer.grpo.samples_per_prompt=4", "rollout.max_num_seqs=6"]
 FOLDER = "pretrained_checkpoint.restore_from_path=null"
@@ -31,7 +31,7 @@ def sizes_of(*overrides: str, rows: int | None = None) -> PreflightSizes:
 
 
 def records(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / f"preflight-{rank}.jsonl").read_text().splitlines()]
+    return read_lines(folder / f"preflight-{rank}.jsonl")
 
 
 def test_the_sizes_are_those_of_the_whole_run_and_of_one_of_its_nodes() -> None:

@@ -12,8 +12,9 @@ from nemo_prorl import cli, settings
 from nemo_prorl.deadlines import Deadline
 from tests.conftest import ROOT
 from tests.data.hub_server import COMMIT, environment, serving
-from tests.data.preparing import SUMS, write
+from tests.data.preparing import SUMS
 from tests.evaluation.test_evaluate import Address
+from tests.lines import write_lines
 from tests.policy.models import QWEN2, write_model
 
 pytestmark = pytest.mark.starts
@@ -141,9 +142,9 @@ EVALUATE = [
 def test_an_address_is_evaluated_with_all_the_options(tmp_path: Path) -> None:
     """Names of benchmarks, a set, a file of each kind; then again by its manifest, and both compared."""
     record = {"id": "a", "task": "math", "prompt": "?", "truth": {"answer": "1"}}
-    write(tmp_path / "mine.jsonl", [record])
+    write_lines(tmp_path / "mine.jsonl", [record])
     (tmp_path / "sets").mkdir()
-    write(tmp_path / "sets" / "aime24.jsonl", [record])
+    write_lines(tmp_path / "sets" / "aime24.jsonl", [record])
     (tmp_path / "own.yaml").write_text("{task: math, prompts: mine.jsonl}\n")
     server = Address(0.0)
     try:
@@ -171,7 +172,7 @@ def test_a_checkpoint_and_a_name_on_the_hub_are_evaluated(tmp_path: Path) -> Non
         pytest.skip("no rollout environment: make setup")
     (tmp_path / ".venv").symlink_to(ROOT / ".venv")
     model = write_model(tmp_path / "model", QWEN2 | {"hidden_size": 128, "max_position_embeddings": 512})
-    write(tmp_path / "mine.jsonl", [{"id": "a", "task": "math", "prompt": "?", "truth": {"answer": "1"}}])
+    write_lines(tmp_path / "mine.jsonl", [{"id": "a", "task": "math", "prompt": "?", "truth": {"answer": "1"}}])
     assert cli.main(["import-hf", str(model), str(tmp_path / "imported")]) == 0
     few = ["--benchmarks", "mine.jsonl", "--samples", "2", "--context", "64", "--temperature", "0.7", "--engines", "1"]
     with serving("some/model", {file.name: file.read_bytes() for file in model.iterdir()}) as hub:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.emulated import Ended, Slurm
+from tests.lines import read_lines
 
 pytestmark = pytest.mark.starts
 
@@ -52,7 +53,7 @@ class Stage:
             time.sleep(0.05)
 
     def launches(self, event: str = "end") -> list[dict[str, Any]]:
-        told = [json.loads(line) for line in (self.run / "launches.jsonl").read_text().splitlines()]
+        told = read_lines(self.run / "launches.jsonl")
         return [line for line in told if line["event"] == event]
 
     def next(self) -> list[tuple[int, str]]:

@@ -16,6 +16,7 @@ from nemo_prorl.deadlines import Deadline
 from tests.cluster.conftest import unless_there_is_no_slurm
 from tests.cluster.emulated import Ended, cluster
 from tests.cluster.whole import FIRST_STEPS, recorded, run_on_nodes, run_stage, saved_tensors
+from tests.lines import read_lines
 from tests.test_formats import against
 from tests.whole_runs import STEPS, Job, events_of, metrics_of, without_time
 
@@ -87,7 +88,7 @@ def test_a_live_run_does_what_it_is_asked_stops_and_calls_on_event(stage_run: Pa
     assert events[0]["detail"] == f"checkpoint of step {events[0]['step']}"
     assert (stage_run / "checkpoints" / f"step-{events[1]['step']:06d}" / "state.json").is_file()
     assert metrics_of(stage_run)[-1]["step"] == events[1]["step"] < 40
-    told = [json.loads(line) for line in stage_run.with_name("told.jsonl").read_text().splitlines()]
+    told = read_lines(stage_run.with_name("told.jsonl"))
     assert [e["event"] for e in told] == ["reset", "stop"]
 
 

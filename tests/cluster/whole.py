@@ -1,6 +1,5 @@
 """The small run of tests/whole_runs.py as a job on several nodes, and what its checkpoints hold."""
 
-import json
 import os
 import signal
 import sys
@@ -15,6 +14,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from nemo_prorl.deadlines import Deadline
 from tests.cluster.emulated import Ended, Slurm, cluster
+from tests.lines import read_lines
 from tests.whole_runs import SMALL, metrics_of
 
 FIRST_STEPS = 2
@@ -86,4 +86,4 @@ def saved_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def recorded(run: Path, step: int) -> list[Any]:
     """The rollouts that a run wrote down of a step."""
-    return [json.loads(line) for line in (run / "rollouts" / f"step-{step}.jsonl").read_text().splitlines()]
+    return read_lines(run / "rollouts" / f"step-{step}.jsonl")

@@ -9,6 +9,7 @@ import yaml
 
 from nemo_prorl import cli, settings
 from nemo_prorl.data.records import read_records
+from tests.lines import read_lines, write_lines
 
 Rows = list[dict[str, Any]]
 
@@ -21,11 +22,6 @@ TRUTHS: dict[str, dict[str, Any]] = {
     "instructions": {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]},
 }
 TEST = {"inputs": ["1 2\n"], "outputs": ["3\n"]}
-
-
-def write(path: Path, rows: Rows) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def prepare(*words: object) -> int:
@@ -64,7 +60,7 @@ def records(out: Path, part: str = "train") -> Rows:
 
 def dropped(out: Path) -> dict[int, str]:
     """Reason by line."""
-    lines = [json.loads(line) for line in (out / "dropped.jsonl").read_text().splitlines()]
+    lines = read_lines(out / "dropped.jsonl")
     return {line["line"]: line["reason"] for line in lines}
 
 
@@ -73,7 +69,6 @@ def touch_prepared(folder: Path) -> None:
     shipped = yaml.safe_load((settings.conf_folder() / "data" / "prorl.yaml").read_text())
     for source in [*shipped["train"], *shipped["validation"]]:
         path = Path(source["path"].replace("${data.folder}", str(folder)))
-        path.parent.mkdir(parents=True, exist_ok=True)
         name = path.parent.name
         made = [{"id": f"{name}-{task}", "task": task, "prompt": name, "truth": TRUTHS[task]} for task in TRUTHS]
-        write(path, made)
+        write_lines(path, made)

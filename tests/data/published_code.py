@@ -7,13 +7,15 @@ import base64
 import json
 import pickle
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 import pyarrow.parquet
+
+from tests.lines import write_lines
 
 SYSTEM = "Work in named steps.\n\n[ASSESS]\n\n[ADVANCE]\n\n[OUTPUT]\n"  # in place of PRIME's
 ASKED = "\n\nWrite Python code to solve the problem. Present the code in \n```python\nYour code\n```\nat the end."
@@ -142,12 +144,6 @@ def parquet(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
     return path
 
 
-def lines(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 # --- Eurus-2-RL ------------------------------------------------------------------------------------------------------
 
 
@@ -260,7 +256,7 @@ def livecodebench(folder: Path) -> Path:
             number += 1
             more = rest[1] if len(rest) > 1 else {}
             rows.append(contest_row(number, date, problem, kind, rest[0] if rest else "", **more))
-        lines(folder / "livecodebench" / name, rows)
+        write_lines(folder / "livecodebench" / name, rows)
     return folder / "livecodebench"
 
 

@@ -13,6 +13,7 @@ from nemo_prorl.data.blend import Blend, LoadedSource, ids_hash, load_sources, o
 from nemo_prorl.errors import CheckpointError, ConfigError, DataError
 from nemo_prorl.settings import load
 from tests.data.made import loaded, sources
+from tests.lines import read_lines, write_lines
 
 
 def draw(blend: Blend, count: int) -> list[tuple[str, int]]:
@@ -129,7 +130,7 @@ def write(path: Path, numbers: range, prefix: str) -> str:
         }
         for i in numbers
     ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(path, lines)
     return str(path)
 
 
@@ -280,10 +281,10 @@ def test_training_takes_the_named_tasks_only_and_validation_all(caplog: pytest.L
 
 def test_a_file_of_several_tasks_is_reduced_to_the_named_ones(tmp_path: Path) -> None:
     path = Path(write(tmp_path / "mixed.jsonl", range(6), "m"))
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = read_lines(path)
     for line in lines[::2]:
         line["task"] = "stem"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(path, lines)
     data = DataConfig(train=[DataSource(name="m", path=str(path))], tasks=["stem"])
     train = of_tasks(load_sources(data).train, data)
     assert [record["id"] for record in train[0][1]] == ["m-0", "m-2", "m-4"]

@@ -10,11 +10,12 @@ import pytest
 from nemo_prorl.data import parquet as tables
 from nemo_prorl.data.records import read_records
 from nemo_prorl.errors import DataError
-from tests.data.preparing import SUMS, prepare, records, write
+from tests.data.preparing import SUMS, prepare, records
+from tests.lines import write_lines
 
 
 def test_parquet_holds_the_same_records(tmp_path: Path) -> None:
-    file = write(tmp_path / "f.jsonl", SUMS)
+    file = write_lines(tmp_path / "f.jsonl", SUMS)
     for form in ("jsonl", "parquet"):
         assert prepare("math", "--from", file, "--out", tmp_path / form, "--format", form, "--check", 0) == 0
     lines, rows = read_records(tmp_path / "jsonl" / "train.jsonl"), read_records(tmp_path / "parquet" / "train.parquet")

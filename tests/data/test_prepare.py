@@ -24,7 +24,9 @@ from nemo_prorl.data.prepare import answers, output, puzzles, sources
 from nemo_prorl.data.prepare.filters import Contamination
 from nemo_prorl.data.prepare.gold import spread
 from nemo_prorl.errors import ConfigError
-from tests.data.preparing import SUMS, dropped, made_anew, manifest, prepare, records, refused, write
+from nemo_prorl.files import json_lines
+from tests.data.preparing import SUMS, dropped, made_anew, manifest, prepare, records, refused
+from tests.lines import write_lines
 from tests.test_formats import against
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -33,7 +35,7 @@ from tests.test_formats import against
 @pytest.mark.parametrize("form", ["jsonl", "json", "jsonl.gz", "csv", "parquet"])
 def test_every_form_of_file_reads_the_same(tmp_path: Path, form: str) -> None:
     file = tmp_path / f"sums.{form}"
-    text = "".join(json.dumps(one) + "\n" for one in SUMS)
+    text = json_lines(SUMS)
     if form == "json":
         file.write_text(json.dumps(SUMS, indent=1))
     elif form == "jsonl.gz":
@@ -59,8 +61,8 @@ def test_every_form_of_file_reads_the_same(tmp_path: Path, form: str) -> None:
 
 def test_a_folder_is_read_as_one_source(tmp_path: Path) -> None:
     (tmp_path / "in" / "b").mkdir(parents=True)
-    write(tmp_path / "in" / "b" / "2.jsonl", SUMS[3:])
-    write(tmp_path / "in" / "1.jsonl", SUMS[:3])
+    write_lines(tmp_path / "in" / "b" / "2.jsonl", SUMS[3:])
+    write_lines(tmp_path / "in" / "1.jsonl", SUMS[:3])
     (tmp_path / "in" / "README.md").write_text("not data")
     assert prepare("math", "--from", tmp_path / "in", "--out", tmp_path / "out", "--check", 0) == 0
     told = manifest(tmp_path / "out")
@@ -95,7 +97,7 @@ def test_a_bad_row_is_named_and_leaves_nothing(
 def test_a_column_of_another_name_can_be_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    file, out = write(tmp_path / "f.jsonl", [{"ask": "1 + 1?", "solution": "2"}]), tmp_path / "out"
+    file, out = write_lines(tmp_path / "f.jsonl", [{"ask": "1 + 1?", "solution": "2"}]), tmp_path / "out"
     told = refused(capsys, caplog, 4, "math", "--from", file, "--out", out)
     assert "--field answer=COLUMN" in told
     assert "the row has: ask, solution" in told
@@ -146,7 +148,7 @@ def test_wrong_use_is_refused_and_writes_nothing(
     says: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    write(tmp_path / "f.jsonl", SUMS)
+    write_lines(tmp_path / "f.jsonl", SUMS)
     (tmp_path / "f.txt").touch()
     (tmp_path / "bad.yaml").write_text("chain_sum:")
     assert says in refused(capsys, caplog, 2, *words, "--out", "out", "--check", 0)
@@ -158,7 +160,7 @@ def test_wrong_use_is_refused_and_writes_nothing(
 
 def test_what_is_left_out_is_counted_and_listed(tmp_path: Path) -> None:
     bad = [{"problem": "Empty?", "answer": ""}, {**SUMS[2], "problem": "  What is 2  plus 2? "}]
-    file = write(tmp_path / "f.jsonl", [*SUMS, *bad])
+    file = write_lines(tmp_path / "f.jsonl", [*SUMS, *bad])
     words = ("--check", 0, "--size", 5, "--holdout", 2)
     assert prepare("math", "--from", file, "--out", tmp_path / "out", *words) == 0
     told = manifest(tmp_path / "out")
@@ -174,7 +176,7 @@ def test_what_is_left_out_is_counted_and_listed(tmp_path: Path) -> None:
 
 
 def test_the_same_command_gives_the_same_bytes(tmp_path: Path) -> None:
-    file, made = write(tmp_path / "f.jsonl", SUMS), []
+    file, made = write_lines(tmp_path / "f.jsonl", SUMS), []
     for number, seed in enumerate((1, 1, 2)):
         out = tmp_path / str(number)
         words = ("--check", 0, "--size", 5, "--holdout", 2, "--seed", seed)
@@ -188,7 +190,7 @@ def test_a_folder_that_is_prepared_already_is_left_as_it_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The same options have nothing to do, other options are refused; changed data are prepared again."""
-    file, out = write(tmp_path / "f.jsonl", SUMS), tmp_path / "out"
+    file, out = write_lines(tmp_path / "f.jsonl", SUMS), tmp_path / "out"
     words = ("math", "--from", file, "--out", out, "--check", 0, "--holdout", 2)
 
     def there() -> dict[str, tuple[int, bytes]]:
@@ -208,13 +210,13 @@ def test_a_folder_that_is_prepared_already_is_left_as_it_is(
         f"remove {out}/manifest",
     ):
         assert text in told
-    other = write(tmp_path / "g.jsonl", SUMS[:5])
+    other = write_lines(tmp_path / "g.jsonl", SUMS[:5])
     told = refused(capsys, caplog, 2, "math", "--from", other, *words[3:])
     assert f"--from {file}, now {other}. Nothing was changed. Fix: another --out" in told
     told = refused(capsys, caplog, 2, *words, "--against", other)
     assert f"--against not given, now {other}" in told
     assert there() == before
-    write(file, SUMS[:7])
+    write_lines(file, SUMS[:7])
     assert prepare(*words) == 0
     assert manifest(out)["counts"]["kept"] == 7
     (out / "manifest.json").unlink()
@@ -227,7 +229,7 @@ def test_a_truth_that_the_plugin_refuses_is_dropped(tmp_path: Path) -> None:
         {"prompt": "Write.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]},
         {"prompt": "Sing.", "instruction_id_list": ["music:in_tune"], "kwargs": [{}]},
     ]
-    file = write(tmp_path / "f.jsonl", rows)
+    file = write_lines(tmp_path / "f.jsonl", rows)
     assert prepare("ifeval", "--from", file, "--out", tmp_path / "out") == 0
     assert dropped(tmp_path / "out") == {2: "refused by the plugin"}
     assert "music:in_tune" in (tmp_path / "out" / "dropped.jsonl").read_text()
@@ -236,7 +238,7 @@ def test_a_truth_that_the_plugin_refuses_is_dropped(tmp_path: Path) -> None:
 def test_golds_are_judged_by_the_real_service(tmp_path: Path) -> None:
     """A row whose own answer no grader accepts goes; a check of some only finds those."""
     wrong = [{"problem": "Find x.", "answer": "5 <think>"}]  # a thought that is never closed
-    file = write(tmp_path / "f.jsonl", [*SUMS, *wrong])
+    file = write_lines(tmp_path / "f.jsonl", [*SUMS, *wrong])
     assert prepare("math", "--from", file, "--out", tmp_path / "out", "--check", "all") == 0
     told = manifest(tmp_path / "out")
     assert told["checks"]["gold"] == {"checked": 9, "failed": 1, "without": 0}
@@ -248,7 +250,7 @@ STORY = "Anna has seven red apples and gives three of them to her brother Ben on
 
 
 def test_parts_of_evaluation_sets_are_found_by_their_words(tmp_path: Path) -> None:
-    held = write(
+    held = write_lines(
         tmp_path / "held.jsonl",
         [
             {"question": f"{STORY}. How many has she?"},
@@ -261,7 +263,7 @@ def test_parts_of_evaluation_sets_are_found_by_their_words(tmp_path: Path) -> No
         {"problem": "1+1?", "answer": "2"},
         {"problem": "1-1?", "answer": "0"},
     ]
-    file = write(tmp_path / "f.jsonl", rows)
+    file = write_lines(tmp_path / "f.jsonl", rows)
     out = tmp_path / "out"
     assert prepare("math", "--from", file, "--out", out, "--against", held, "--check", 0) == 0
     assert dropped(out) == {1: "contaminated", 3: "contaminated"}
@@ -279,7 +281,7 @@ def test_parts_of_evaluation_sets_are_found_by_their_words(tmp_path: Path) -> No
 def test_the_wording_of_a_whole_evaluation_set_is_no_contamination(tmp_path: Path) -> None:
     """What many of its problems say is its form; what one says is a problem."""
     form = "Please solve this task in one self contained piece of code and say nothing else at all"
-    held = write(tmp_path / "held.jsonl", [{"problem": f"{form}. Number {n} is the {n} th."} for n in range(6)])
+    held = write_lines(tmp_path / "held.jsonl", [{"problem": f"{form}. Number {n} is the {n} th."} for n in range(6)])
     sets = Contamination(8, 0.0)
     sets.add(held)
     assert sets.find(f"{form}, and then add two numbers") is None
@@ -293,7 +295,7 @@ def test_long_prompts_are_dropped_by_the_models_own_tokenizer(tmp_path: Path) ->
     folder = tmp_path / "model"
     build_tokenizer([one["problem"] for one in SUMS]).save_pretrained(folder)
     rows = [*SUMS, {"problem": "What is 1 plus " + "1 plus " * 60 + "1?", "answer": "62"}]
-    file, out = write(tmp_path / "f.jsonl", rows), tmp_path / "out"
+    file, out = write_lines(tmp_path / "f.jsonl", rows), tmp_path / "out"
     words = ("--tokenizer", folder, "--max-prompt-tokens", 100, "--check", 0)
     assert prepare("math", "--from", file, "--out", out, *words) == 0
     assert dropped(out) == {9: "too long"}
@@ -306,7 +308,7 @@ def test_long_prompts_are_dropped_by_the_models_own_tokenizer(tmp_path: Path) ->
 
 
 def test_the_manifest_says_what_was_done(tmp_path: Path) -> None:
-    file, out = write(tmp_path / "f.jsonl", SUMS), tmp_path / "out"
+    file, out = write_lines(tmp_path / "f.jsonl", SUMS), tmp_path / "out"
     assert prepare("math", "--from", file, "--out", out, "--licence", "CC0", "--holdout", "all", "--check", 0) == 0
     told = manifest(out)
     assert against("data-manifest", told) == []
@@ -328,7 +330,7 @@ def test_the_manifest_says_what_was_done(tmp_path: Path) -> None:
 def test_a_folder_of_something_else_is_left_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    file, out = write(tmp_path / "f.jsonl", SUMS), tmp_path / "out"
+    file, out = write_lines(tmp_path / "f.jsonl", SUMS), tmp_path / "out"
     assert prepare("math", "--from", file, "--out", out, "--check", 0) == 0
     told = refused(capsys, caplog, 2, "stem", "--from", file, "--out", out, "--check", 0)
     assert "contains data of 'math'.  Fix: use another folder for 'stem'" in told
@@ -341,7 +343,7 @@ def test_a_folder_of_something_else_is_left_alone(
 @pytest.mark.starts
 def test_a_kill_while_writing_leaves_no_half_file(tmp_path: Path, at: int) -> None:
     """Killed before the n-th rename: every file under its final name is whole, and without a manifest."""
-    file, out = write(tmp_path / "f.jsonl", SUMS), tmp_path / "out"
+    file, out = write_lines(tmp_path / "f.jsonl", SUMS), tmp_path / "out"
     words = ["math", "--from", str(file), "--out", str(out), "--holdout", "3", "--check", "0"]
     assert prepare(*words) == 0
     whole = {path.name: path.read_bytes() for path in out.iterdir()}
@@ -486,7 +488,7 @@ def test_ours_selects_the_other_list(tmp_path: Path) -> None:
 
 def test_a_prepared_folder_is_what_a_run_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The override that the command prints, through the real loader, to the records of a blend."""
-    file, out = write(tmp_path / "f.jsonl", SUMS), tmp_path / "out"
+    file, out = write_lines(tmp_path / "f.jsonl", SUMS), tmp_path / "out"
     assert prepare("math", "--from", file, "--out", out, "--holdout", 3, "--check", 0) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "data." in line]
     printed = [word for line in lines for word in shlex.split(line.split("; ")[1])]
@@ -500,7 +502,8 @@ def test_a_prepared_folder_is_what_a_run_takes(tmp_path: Path, capsys: pytest.Ca
 def test_a_prepared_blend_gives_each_record_once_an_epoch_however_often_it_is_stopped(tmp_path: Path) -> None:
     for name, rows in (("a", SUMS), ("b", [{"problem": f"{n} less 1?", "answer": str(n - 1)} for n in range(13)])):
         words = ("--name", name, "--check", 0, "--format", "parquet" if name == "b" else "jsonl")
-        assert prepare("math", "--from", write(tmp_path / f"{name}.jsonl", rows), "--out", tmp_path / name, *words) == 0
+        file = write_lines(tmp_path / f"{name}.jsonl", rows)
+        assert prepare("math", "--from", file, "--out", tmp_path / name, *words) == 0
     data = DataConfig(
         train=[
             DataSource(name="a", path=str(tmp_path / "a" / "train.jsonl"), weight=2.0),

@@ -19,6 +19,7 @@ from nemo_prorl.data.prepare.rows import Row
 from nemo_prorl.errors import DataError
 from tests.data import published_code as published
 from tests.data.preparing import Rows, dropped, made_anew, manifest, prepare, records, refused
+from tests.lines import write_lines
 
 pytestmark = pytest.mark.starts
 
@@ -168,7 +169,7 @@ def test_private_tests_that_are_a_program_are_not_executed(
     row = published.contest_row(1, "2024-09-01", published.PROBLEMS[0], "stdin")
     row["private_test_cases"] = zipped(pickle.dumps(Touches(trap), protocol))
     good = published.contest_row(2, "2024-09-01", published.PROBLEMS[0], "stdin")
-    file = published.lines(tmp_path / "lcb" / "test5.jsonl", [good, row])
+    file = write_lines(tmp_path / "lcb" / "test5.jsonl", [good, row])
     said = refused(capsys, caplog, 4, "livecodebench", "--from", file, "--out", tmp_path / "out")
     assert f"{file}:2: field 'private_test_cases'" in said
     assert "GLOBAL" in said
@@ -206,7 +207,7 @@ def test_other_private_tests_are_refused_with_file_and_line(
     says: str,
 ) -> None:
     row = published.contest_row(1, "2024-09-01", published.PROBLEMS[0], "stdin", private_test_cases=text())
-    file = published.lines(tmp_path / "lcb" / "test5.jsonl", [row])
+    file = write_lines(tmp_path / "lcb" / "test5.jsonl", [row])
     said = refused(capsys, caplog, 4, "livecodebench", "--from", file, "--out", tmp_path / "out")
     assert f"{file}:1: field 'private_test_cases'" in said
     assert says in said
@@ -249,7 +250,7 @@ def test_evalplus_own_files_keep_the_tolerance(tmp_path: Path) -> None:
         "plus_input": [[1.3333333333], [7.75]],
         "atol": 1e-6,
     }
-    file, out = published.lines(tmp_path / "plus.jsonl", [row]), tmp_path / "out"
+    file, out = write_lines(tmp_path / "plus.jsonl", [row]), tmp_path / "out"
     assert prepare("humanevalplus", "--from", file, "--out", out) == 0
     rows = records(out, "validation")
     assert len(rows[0]["truth"]["asserts"]) == 3

@@ -16,6 +16,7 @@ from nemo_prorl.data.prepare.answers import (
     is_worded,
 )
 from tests.data.preparing import made_anew, records
+from tests.lines import read_lines
 
 pytestmark = pytest.mark.starts
 
@@ -95,7 +96,7 @@ def test_answers_that_no_response_has(
     assert prepare(tmp_path, WORDS) == 0
     assert "1 of the answers are ordinary words, such as 'two apples'" in caplog.text
     assert "mine.csv:4" in caplog.text
-    dropped = [json.loads(line) for line in (tmp_path / "out" / "dropped.jsonl").read_text().splitlines()]
+    dropped = read_lines(tmp_path / "out" / "dropped.jsonl")
     assert [(row["line"], row["reason"]) for row in dropped] == [(3, "no answer")]
     [printed] = [line for line in capsys.readouterr().out.splitlines() if "data.train" in line]
     [override] = shlex.split(printed.split("records; ")[1])

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 from nemo_prorl.data.prepare.judge import Judgement, judgement_in
-from tests.data.preparing import Rows, dropped, made_anew, manifest, prepare, records, refused, write
+from tests.data.preparing import Rows, dropped, made_anew, manifest, prepare, records, refused
 from tests.data.published_stem import scp_116k
+from tests.lines import write_lines
 from tests.test_formats import against
 
 pytestmark = pytest.mark.starts
@@ -133,7 +134,7 @@ def judge() -> Iterator[Judge]:
 
 
 def words(folder: Path, judge: Judge, count: int) -> list[str]:
-    file = write(folder / "scp.jsonl", pairs(count))
+    file = write_lines(folder / "scp.jsonl", pairs(count))
     given = ["scp-116k", "--from", str(file), "--out", str(folder / "out"), "--check", "0"]
     return [*given, "--judge-url", judge.url, "--judge-model", MODEL, "--judge-workers", "4"]
 
@@ -298,7 +299,7 @@ def test_a_server_that_counts_no_tokens_is_no_fault_and_long_texts_are_cut(tmp_p
     judge.counts_tokens = False
     rows = pairs(2)
     rows[1]["solution"] = "Long. " * 5_000 + rows[1]["solution"]
-    file = write(tmp_path / "scp.jsonl", rows)
+    file = write_lines(tmp_path / "scp.jsonl", rows)
     given = ["--from", file, "--out", tmp_path / "out", "--judge-url", judge.url, "--judge-model", MODEL]
     assert prepare("scp-116k", *given) == 0
     told = manifest(tmp_path / "out")["checks"]["agreement"]
@@ -322,7 +323,7 @@ def test_the_grader_compares_boxed_answers_without_a_judge(tmp_path: Path) -> No
     rows = pairs(4)
     rows[0]["solution"] += "\nSo \\boxed{2\\,\\text{kg}}."
     rows[2]["solution"] += "\nSo \\boxed{6\\,\\text{kg}}."
-    file = write(tmp_path / "scp.jsonl", rows)
+    file = write_lines(tmp_path / "scp.jsonl", rows)
     given = ("--agreement", "grader", "--check", 0)
     assert prepare("scp-116k", "--from", file, "--out", tmp_path / "out", *given) == 0
     assert dropped(tmp_path / "out") == {2: "nothing to compare", 3: "the solutions disagree", 4: "no answer"}

@@ -16,7 +16,8 @@ from nemo_prorl.data.prepared import PAPER, faults
 from nemo_prorl.evaluation.catalogue import check_files, choose, load_records
 from tests.conftest import ROOT
 from tests.data import published
-from tests.data.preparing import manifest, prepare, records, refused, write
+from tests.data.preparing import manifest, prepare, records, refused
+from tests.lines import write_lines
 
 pytestmark = pytest.mark.starts
 
@@ -225,7 +226,7 @@ def test_wrong_use_of_paper_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     rows: list[dict[str, Any]] = [{"problem": "1+1?", "answer": "2"}]
-    write(tmp_path / "f.jsonl", rows)
+    write_lines(tmp_path / "f.jsonl", rows)
     assert says in refused(capsys, caplog, 2, *words, "--out", "out")
     assert not (tmp_path / "out").exists()
 

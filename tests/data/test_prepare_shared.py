@@ -7,7 +7,8 @@ import pytest
 from nemo_prorl.data.prepare.gold import Truths
 from nemo_prorl.data.prepare.sources import ALL, source_of
 from tests.conftest import ROOT
-from tests.data.preparing import manifest, prepare, records, write
+from tests.data.preparing import manifest, prepare, records
+from tests.lines import write_lines
 
 SHARED = ROOT.parent / "shared" / "data"
 
@@ -115,6 +116,6 @@ def test_the_training_set_of_math_holds_problems_of_its_test_set(tmp_path: Path)
     found = told["counts"]["dropped"]["contaminated"]
     assert 20 < found < 700
     assert told["checks"]["contamination"]["against"][0]["dropped"] == found
-    own = write(tmp_path / "one.jsonl", [{"problem": "What is seven less two?", "answer": "5"}])
+    own = write_lines(tmp_path / "one.jsonl", [{"problem": "What is seven less two?", "answer": "5"}])
     assert prepare("math", "--from", test, "--out", tmp_path / "none", "--check", 0, "--against", own) == 0
     assert "contaminated" not in manifest(tmp_path / "none")["counts"]["dropped"]

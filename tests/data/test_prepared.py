@@ -33,14 +33,9 @@ from nemo_prorl.evaluation.catalogue import catalogue
 from tests.conftest import ROOT
 from tests.data.preparing import touch_prepared
 
-pytestmark = pytest.mark.starts
+pytestmark = [pytest.mark.starts, pytest.mark.usefixtures("in_an_empty_folder")]
 
 GPU = ["cluster=h100_4x8", "pretrained_checkpoint.restore_from_path=null"]
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def trained_on() -> set[str]:

@@ -11,6 +11,7 @@ import pytest
 from nemo_prorl.data.records import TRUTHS, read_records, validate_record
 from nemo_prorl.errors import DataError
 from nemo_prorl.rewards.discovery import discover, make_plugin
+from tests.lines import write_lines
 
 GOOD: dict[str, Any] = {
     "id": "a",
@@ -82,14 +83,9 @@ BAD_TRUTHS: list[tuple[str, Any, str]] = [
 ]
 
 
-def write(path: Path, *records: Any) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
 def test_records_are_read_in_order(tmp_path: Path) -> None:
     bare = {key: GOOD[key] for key in ("task", "truth")} | {"id": "b", "prompt": [{"role": "user", "content": "?"}]}
-    path = write(tmp_path / "f.jsonl", GOOD, bare)
+    path = write_lines(tmp_path / "f.jsonl", [GOOD, bare])
     path.write_text(path.read_text() + "\n")  # an empty line at the end is no record
     assert read_records(path) == [GOOD, {**bare, "source": "", "meta": {}}]
 
@@ -160,7 +156,7 @@ def test_every_task_is_covered_by_the_cases() -> None:
 
 @pytest.mark.parametrize(("task", "truth", "says"), BAD_TRUTHS)
 def test_a_bad_truth_names_its_field(tmp_path: Path, task: str, truth: Any, says: str) -> None:
-    path = write(tmp_path / "f.jsonl", GOOD, {**GOOD, "id": "b", "task": task, "truth": truth})
+    path = write_lines(tmp_path / "f.jsonl", [GOOD, {**GOOD, "id": "b", "task": task, "truth": truth}])
     with pytest.raises(DataError) as caught:
         read_records(path)
     assert str(caught.value).startswith(f"{path}:2: ")

@@ -15,6 +15,7 @@ from nemo_prorl.launcher import chain, submission
 from nemo_prorl.launcher.chain_slurm import JobState, job_states
 from nemo_prorl.launcher.submission import CLUSTER
 from tests.conftest import ROOT
+from tests.lines import write_lines
 from tests.test_formats import against
 
 pytestmark = pytest.mark.starts
@@ -378,10 +379,10 @@ def chain_folder(slurm: Slurm) -> Path:
     refused |= {"process": None, "status": None, "next": "give_up"}
     lines = [{**line, "time": 1763750000.0} for line in (start, end, again, other, refused)]
     assert [fault for line in lines for fault in against("launch", line)] == []
-    (run / "launches.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(run / "launches.jsonl", lines)
     alarms = [{"event": "alarm", "step": k, "time": 1.0, "what": f"plateau: {'on and ' * 12}on"} for k in (5, 9)]
     stop = {"event": "stop", "step": 10, "time": 1.0, "reason": "signal 10"}
-    (run / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (*alarms, stop)))
+    write_lines(run / "journal.jsonl", (*alarms, stop))
     return folder
 
 

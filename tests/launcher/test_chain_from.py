@@ -27,6 +27,7 @@ from tests.launcher.test_chain import (  # noqa: F401  fixtures among them
     slurm,
     small_by_default,
 )
+from tests.lines import write_lines
 from tests.whole_runs import SMALL, Job, events_of, metrics_of
 
 pytestmark = pytest.mark.starts
@@ -43,7 +44,7 @@ def stop(folder: Path, stage: str = "run3", step: int = 12) -> Path:
         {**asked, "detail": "stopped", "user": "ann", "host": "login"},
         {"event": "stop", "step": step, "time": 2.0, "reason": f"control x1: stopped after step {step}"},
     ]
-    (run / "journal.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    write_lines(run / "journal.jsonl", events)
     scores = {"10": {"all": {"mean": 0.4125}}}
     picked = run / "checkpoints" / "step-000010"
     (run / "checkpoints" / "step-000020").rename(picked)
@@ -148,7 +149,7 @@ def test_a_chain_without_slurm_has_a_status(project: Path, capsys: Told) -> None
     finish(Path("chain"), "run4", f"chain.start_from={picked}")
     start = {"event": "start", "step": 0, "time": 1.0, "stage": "run4", "version": "0", "start_from": str(picked)}
     events = [start, {"event": "finish", "step": 20, "time": 2.0}]
-    (Path("chain") / "run4" / "journal.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    write_lines(Path("chain") / "run4" / "journal.jsonl", events)
     assert cli.main(["status", "chain"]) == 0
     _, three, four = rows_of(capsys.readouterr().out)
     assert three[:7] == ["run3", "-", "-", "-", "20 of 15", "-", "stopped by ann@login"]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sandbox_helpers import is_alive
 
 from nemo_prorl.checks import check_command
 from nemo_prorl.deadlines import Deadline
@@ -121,13 +122,6 @@ def test_a_slow_hook_delays_nothing_and_is_killed(
     Deadline(5, "the end of all").wait_until(lambda: not any(is_alive(pid) for pid in pids))
     assert caplog.text.count("was killed after 2 s") == 1  # told once; the rest is in its own log
     assert (tmp_path / "logs" / "on_event.log").read_text().count("was killed after 2 s") == 5
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_too_many_events_drop_the_oldest_that_wait(script: Script, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from sandbox_helpers import is_alive
 
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.launcher.processes import Child, MergedLog, ProcessFailed, free_port, stop_all
@@ -41,13 +42,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
 def pid_in(path: Path) -> int:
     Deadline(20, f"a number in {path}").wait_until(lambda: path.exists() and path.read_text().strip().isdigit())
     return int(path.read_text())
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def ended(child: Child) -> None:

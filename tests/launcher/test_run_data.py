@@ -16,6 +16,7 @@ from nemo_prorl.data.render import PromptRenderer
 from nemo_prorl.launcher import doctor
 from tests import paper_model
 from tests.conftest import ROOT
+from tests.lines import write_lines
 
 pytestmark = pytest.mark.starts
 
@@ -50,7 +51,7 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def write(file: Path, prompts: dict[str, str]) -> None:
     rows = [{"id": name, "task": "math", "prompt": text, "truth": {"answer": "1"}} for name, text in prompts.items()]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(file, rows)
 
 
 def tokens(tmp_path: Path) -> int:

@@ -41,6 +41,7 @@ from nemo_prorl.rollout.endpoints import Response, SamplingParams
 from nemo_prorl.rollout.weight_store import WeightStore, weights_folder
 from nemo_prorl.trainer import Trainer
 from tests.lifecycle.small_store import SmallStore
+from tests.lines import read_lines
 from tests.rollout.simulated import Simulated
 
 WORDS, WIDTH, EOS, LR = 12, 8, 2, 0.03
@@ -455,7 +456,7 @@ class SmallRun:
         WeightStore(weights_folder(self.folder)).remove()
 
     def events(self, *kinds: str) -> list[dict[str, Any]]:
-        lines = [json.loads(line) for line in (self.folder / "journal.jsonl").read_text().splitlines()]
+        lines = read_lines(self.folder / "journal.jsonl")
         return [line for line in lines if line["event"] in kinds or not kinds]
 
     def alarms(self) -> list[str]:
@@ -463,14 +464,12 @@ class SmallRun:
 
     def lines(self) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl without times."""
-        lines = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        lines = read_lines(self.folder / "metrics.jsonl")
         return [{k: v for k, v in line.items() if not k.startswith(("time", "system"))} for line in lines]
 
     def rollouts(self, step: int) -> list[dict[str, Any]]:
         """Return the responses of a step that are trained on."""
-        lines = [
-            json.loads(line) for line in (self.folder / "rollouts" / f"step-{step}.jsonl").read_text().splitlines()
-        ]
+        lines = read_lines(self.folder / "rollouts" / f"step-{step}.jsonl")
         return [line for line in lines if line["trained"]]
 
 

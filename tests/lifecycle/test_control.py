@@ -24,6 +24,7 @@ from nemo_prorl.lifecycle.ledger import Ledger
 from nemo_prorl.lifecycle.run_records import Journal
 from nemo_prorl.metrics import Metrics
 from tests.lifecycle.parts import leader
+from tests.lines import write_lines
 
 STEPS = 6
 
@@ -497,7 +498,7 @@ def test_a_run_on_another_machine_is_waited_for(tmp_path: Path, caplog: pytest.L
 
 def test_the_wait_is_that_of_a_few_steps(tmp_path: Path) -> None:
     lines = [{"step": n, "time/step": 100.0 if n < 5 else n} for n in range(1, 21)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(tmp_path / "metrics.jsonl", lines)
     seconds, why = control._default_wait(tmp_path)
     assert seconds == 60 + 4 * 20
     assert "took up to 20 s" in why

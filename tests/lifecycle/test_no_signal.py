@@ -1,6 +1,5 @@
 """What a run says of a step without a group to train on."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from nemo_prorl.rollout.groups import CollectedBatch, TaskTally
 from nemo_prorl.rollout.report import report_rollout
 from nemo_prorl.trainer import Trainer
 from tests.lifecycle.small_run import SmallRun, config, score_of
+from tests.lines import read_lines
 from tests.rollout.test_collector import group_of
 
 SHORT, LONG, WHOLE = 4, 5, 60  # tokens of context, 3 of them the prompt's: 92 %, 84 % and few responses are cut off
@@ -102,13 +102,13 @@ def test_the_first_groups_of_a_step_are_stored(most: int, stored: list[int] | No
     kept, dropped = ([replace(group_of([1.0], [[k]]), draw_index=k) for k in draws] for draws in ((3, 1), (2,)))
     Records(cfg, tmp_path, writes=True).rollouts(7, kept, dropped, lambda prompt, ids: str(ids[0]))
     path = tmp_path / "rollouts" / "step-7.jsonl"
-    found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else None
+    found = read_lines(path) if path.exists() else None
     assert stored == (None if found is None else [int(line["response"]) for line in found])
     assert all(line["trained"] == (line["response"] != "2") for line in found or ())
 
 
 def test_the_responses_of_dropped_groups_are_stored(tmp_path: Path) -> None:
     Records(Config(), tmp_path, writes=True).rollouts(7, [], [group_of([0.0, 0.0])], lambda prompt, ids: f"said {ids}")
-    lines = [json.loads(line) for line in (tmp_path / "rollouts" / "step-7.jsonl").read_text().splitlines()]
+    lines = read_lines(tmp_path / "rollouts" / "step-7.jsonl")
     said = [(line["response"], line["verdict"]["score"], line["trained"]) for line in lines]
     assert said == [("said [1, 2]", 0.0, False)] * 2

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-from pathlib import Path
 
 import pytest
 
@@ -11,14 +10,11 @@ from nemo_prorl import cli, config, settings
 from nemo_prorl.config_changes import changes, may_change
 from nemo_prorl.planning import algorithm
 
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
 # Sections that say on which data and machine, with which model and after which run the algorithm works.
 OTHER = r"(run_dir|stage|seed|deterministic|model|pretrained_checkpoint|rewards|chain|trainer\.accelerator)(\..*)?"
 OTHER_DATA = r"data\.(train|validation|tasks|prompt|system|templates|folder)(\..*)?"
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def test_no_key_is_missing() -> None:

@@ -19,14 +19,11 @@ from nemo_prorl.sizing.devices import devices_words, node_devices
 from nemo_prorl.sizing.memory_check import check_memory
 from tests.planning.memory_cases import CASES, planned, rehearse
 
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
 H100 = ["cluster=h100_4x8", "pretrained_checkpoint.restore_from_path=null", "rollout.device_memory_gb=null"]
 ONE_ROW = ["model.micro_batch_size=1"]
 TWO_ROWS = ["model.micro_batch_size=2", "model.micro_batch_tokens=null"]
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def shape(

@@ -12,14 +12,9 @@ from nemo_prorl.sizing import roofline
 from nemo_prorl.sizing.memory import memory_of
 from tests.planning.memory_cases import QWEN_7B
 
-pytestmark = pytest.mark.starts
+pytestmark = [pytest.mark.starts, pytest.mark.usefixtures("in_an_empty_folder")]
 
 BASE = "pretrained_checkpoint.restore_from_path=null"
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize(("cluster", "gpus", "prompts"), [("h100_1x8", 8, 64), ("gpu_1", 1, 16)])

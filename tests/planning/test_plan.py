@@ -17,15 +17,11 @@ from nemo_prorl.lifecycle.retention import FORMAT
 from nemo_prorl.lifecycle.stages import origin
 from nemo_prorl.planning import overview, timetable
 from nemo_prorl.planning import plan as p
+from tests.lines import write_lines
 
-pytestmark = pytest.mark.starts
+pytestmark = [pytest.mark.starts, pytest.mark.usefixtures("in_an_empty_folder")]
 
 H100 = ["cluster=h100_4x8", "pretrained_checkpoint.restore_from_path=null", "model.micro_batch_size=1"]
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def chain_of(overrides: list[str], **rates: Any) -> p.Chain:
@@ -37,7 +33,7 @@ def chain_of(overrides: list[str], **rates: Any) -> p.Chain:
 def write_run(folder: Path, overrides: list[str], lines: list[dict[str, Any]]) -> Path:
     folder.mkdir()
     (folder / "config.yaml").write_text(settings.resolved_yaml(settings.load(overrides)))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(folder / "metrics.jsonl", lines)
     return folder
 
 
@@ -235,7 +231,7 @@ def test_a_plan_lists_only_the_sources_of_the_tasks(tmp_path: Path) -> None:
     lines: list[dict[str, Any]] = [
         {"id": str(n), "task": "code" if n < 3 else "math", "prompt": "", "truth": {}} for n in range(8)
     ]
-    (tmp_path / "own.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(tmp_path / "own.jsonl", lines)
     generated = "{name: sums, generator: arithmetic, size: 5}, {name: stem, generator: stem, size: 6}"
     words = [f"data.train=[{generated}, {{name: own, path: {tmp_path / 'own.jsonl'}}}]", "data.validation=[]"]
     words.append("trainer.grpo.prompts_per_step=16")

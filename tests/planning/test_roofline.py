@@ -17,13 +17,10 @@ from nemo_prorl.sizing.roofline import MEAN_SHARE, OTHER_S, PROMPT_TOKENS, StepT
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import simulate
 
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
 BASE = "pretrained_checkpoint.restore_from_path=null"
 H100 = 84e9
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def config(*overrides: str, cluster: str = "h100_4x8") -> DictConfig:

@@ -3,11 +3,12 @@
 import json
 import math
 import random
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from tests.lines import write_lines
 
 TASKS = ("code", "math")
 HOSTILE = (
@@ -34,10 +35,6 @@ def metrics_line(step: int, **changed: Any) -> dict[str, Any]:
     if step % 5 == 0:
         line |= {"validation/all": 0.3, "time/validate": 2.0}
     return line | changed
-
-
-def write_lines(path: Path, lines: Sequence[Any]) -> None:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def make_run(folder: Path, steps: int = 12, config: dict[str, Any] | None = None, **changed: Any) -> Path:

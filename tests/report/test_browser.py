@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from nemo_prorl.report import cli, serve, step_groups
+from tests.lines import read_lines, write_lines
 from tests.report.browser import Browser, NoBrowser, Page, browser
 from tests.report.made import (
     HOSTILE,
@@ -26,7 +27,6 @@ from tests.report.made import (
     make_spoilt,
     make_step,
     metrics_line,
-    write_lines,
 )
 
 pytestmark = pytest.mark.slow
@@ -377,7 +377,7 @@ def test_disagreements_of_a_second_verifier_are_shown(chromium: Browser, tmp_pat
         assert "math_second: score 1, correct" in shown
         assert count(page, "#second details") == 2
         quiet(page)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(folder / "metrics.jsonl")
     write_lines(
         folder / "metrics.jsonl",
         [{key: value for key, value in line.items() if not key.startswith("second/")} for line in lines],

@@ -9,6 +9,7 @@ from nemo_prorl import cli
 from nemo_prorl.report.diary import diary, diary_text
 from nemo_prorl.report.read import read_curves
 from nemo_prorl.report.tables import events
+from tests.lines import write_lines
 from tests.report.made import make_run, make_spoilt
 
 
@@ -33,7 +34,7 @@ def chain(tmp_path: Path) -> Path:
     score = {"mean": 0.5, "se": 0.02, "prompts": 64}
     judged = [{"event": "validation", "step": s, "all": score | {"mean": m}} for s, m in ((20, 0.5), (30, 0.3))]
     lines = [start, *map(json.loads, journal.read_text().splitlines()[1:]), *alarms, *judged, failure]
-    journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(journal, lines)
     return folder
 
 

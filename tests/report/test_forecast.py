@@ -14,6 +14,7 @@ from nemo_prorl.cli import main
 from nemo_prorl.report.forecast import advice, backtests, forecast, segments, text_of
 from nemo_prorl.report.read import Curve, read_curves
 from nemo_prorl.report.scaling import at, fit
+from tests.lines import write_lines
 
 PROMPTS = 512
 ROOT = Path(__file__).parents[2]
@@ -97,14 +98,14 @@ def run_folder(
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     steps = range(1, max(scores) + 1)
     lines = [{"step": s, "time/step": seconds + 5, "time/validate": 5.0, "keep_rate/all": s / 1000} for s in steps]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(folder / "metrics.jsonl", lines)
     events: list[dict[str, Any]] = [
         {"event": "validation", "step": s, "all": {"mean": v, "se": 0.005, "prompts": PROMPTS}}
         for s, v in scores.items()
     ]
     events += [{"event": "reset_commit", "step": step} for step in resets]
     events.sort(key=lambda event: event["step"])
-    (folder / "journal.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    write_lines(folder / "journal.jsonl", events)
     return folder
 
 

@@ -18,7 +18,8 @@ import pytest
 from nemo_prorl import cli
 from nemo_prorl.report.data import page_data
 from nemo_prorl.report.page import page
-from tests.report.made import HOSTILE, make_hostile, make_run, write_lines
+from tests.lines import write_lines
+from tests.report.made import HOSTILE, make_hostile, make_run
 
 PAGE = Path(page.__code__.co_filename).parent / "page"
 SCRIPTS = sorted(PAGE.glob("*.js"))  # uPlot's, too

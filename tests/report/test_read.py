@@ -9,7 +9,8 @@ import pytest
 
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.report import data, outcome, read, samples, series, status, tables
-from tests.report.made import journal, make_run, make_spoilt, rollouts, write_lines
+from tests.lines import write_lines
+from tests.report.made import journal, make_run, make_spoilt, rollouts
 
 
 def curve_of(folder: Path) -> read.Curve:

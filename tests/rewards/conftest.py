@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prorl_reward_math.plugin import MathReward
 from sandbox_helpers import children_of, is_alive
 
 from nemo_prorl.deadlines import Deadline
@@ -112,6 +113,14 @@ def _use(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), str(ROOT)]))
     return folder
+
+
+@pytest.fixture(scope="module")
+def math() -> MathReward:
+    """The plugin of `math`, ready to judge in this process."""
+    plugin = MathReward()
+    plugin.prepare()
+    return plugin
 
 
 def request_of(task: str, response: str, name: str = "r", **more: Any) -> dict[str, Any]:

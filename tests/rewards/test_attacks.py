@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.lines import read_lines
 from tests.rewards.attack_runs import GIVEN, OWN, attack, judge, run_attacks
 
 pytestmark = pytest.mark.starts
 
 
 def cases_of(folder: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in (folder / "manifest.jsonl").read_text().splitlines()]
+    return read_lines(folder / "manifest.jsonl")
 
 
 @pytest.fixture(scope="session")

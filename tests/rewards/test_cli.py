@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from nemo_prorl.errors import ConfigError, DataError, RewardFailure
+from nemo_prorl.files import json_lines
 from nemo_prorl.rewards import cli
+from tests.lines import write_lines
 from tests.rewards.conftest import ROOT, request_of
 
 pytestmark = pytest.mark.starts
@@ -41,11 +43,6 @@ def lines_of(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def write(path: Path, requests: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(request) + "\n" for request in requests))
-    return path
-
-
 def test_list_and_describe(broken_plugins: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("list", "--json") == 0
     rows = {row["name"]: row for row in lines_of(capsys.readouterr().out)}
@@ -65,7 +62,7 @@ def test_score_a_file_in_order(plugins: Path, tmp_path: Path, caplog: pytest.Log
     caplog.set_level("INFO")
     count = 40
     requests = [request_of("echo", str(at / count), f"r{at}", meta={"sleep_s": 0.02 * (at % 3)}) for at in range(count)]
-    source, out = write(tmp_path / "in.jsonl", requests), tmp_path / "out.jsonl"
+    source, out = write_lines(tmp_path / "in.jsonl", requests), tmp_path / "out.jsonl"
     assert run("score", "--in", str(source), "--out", str(out), "--workers", "3") == 0
     verdicts = lines_of(out.read_text())
     assert [(v["id"], v["score"]) for v in verdicts] == [(f"r{at}", at / count) for at in range(count)]
@@ -81,7 +78,7 @@ def test_each_line_leaves_at_once(tmp_path: Path) -> None:
 def test_score_says_how_many_responses_have_no_score(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     (tmp_path / "mine.py").write_text("def score(prompt, response, truth):\n    return 1 / (response != 'zero')\n")
-    source = write(tmp_path / "in.jsonl", [request_of("mine", "one"), request_of("mine", "zero", "r2")])
+    source = write_lines(tmp_path / "in.jsonl", [request_of("mine", "one"), request_of("mine", "zero", "r2")])
     function = f"rewards.functions.mine={tmp_path / 'mine.py'}:score"
     assert run("score", function, "--in", str(source), "--out", str(tmp_path / "out.jsonl")) == 0
     assert caplog.messages[-2] == "1 responses: 1 score 1, 0 score 0, 0 between"
@@ -91,7 +88,7 @@ def test_score_says_how_many_responses_have_no_score(tmp_path: Path, caplog: pyt
 @pytest.mark.parametrize("text", ["0.2", "soon"])
 def test_score_takes_the_time_of_a_function(text: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def score(prompt, response, truth):\n    while True: pass\n")
-    source, out = write(tmp_path / "in.jsonl", [request_of("mine", "one")]), tmp_path / "out.jsonl"
+    source, out = write_lines(tmp_path / "in.jsonl", [request_of("mine", "one")]), tmp_path / "out.jsonl"
     words = [f"rewards.functions.mine={tmp_path / 'mine.py'}:score", f"rewards.functions_time_s={text}"]
     if text == "soon":
         with pytest.raises(ConfigError, match="functions_time_s=soon: expected a number of seconds above 0"):
@@ -107,7 +104,7 @@ def test_score_fails_if_no_response_has_a_score(
     streamed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mine.py").write_text("def score(prompt, response, truth):\n    return float(response) or None\n")
-    source = write(tmp_path / "in.jsonl", [request_of("mine", "0", f"r{n}") for n in range(2)])
+    source = write_lines(tmp_path / "in.jsonl", [request_of("mine", "0", f"r{n}") for n in range(2)])
     out, function = tmp_path / "out.jsonl", f"rewards.functions.mine={tmp_path / 'mine.py'}:score"
     monkeypatch.setattr("sys.stdin", source.open())
     with pytest.raises(RewardFailure, match="none of 2 responses could be judged; the first: .* score returned None"):
@@ -121,7 +118,7 @@ def test_a_bad_line_is_named_before_anything_is_judged(plugins: Path, tmp_path: 
         ({**good, "finished": "yes"}, r"in\.jsonl:2: field 'finished' is str"),
         ([], r"in\.jsonl:2: a request must be a JSON object"),
     ):
-        source = write(tmp_path / "in.jsonl", [good, bad])
+        source = write_lines(tmp_path / "in.jsonl", [good, bad])
         with pytest.raises(DataError, match=says):
             run("score", "--in", str(source))
     (tmp_path / "in.jsonl").write_text('{"id": ')
@@ -132,9 +129,10 @@ def test_a_bad_line_is_named_before_anything_is_judged(plugins: Path, tmp_path: 
         run("score", "--in", str(tmp_path / "in.jsonl"))
     with pytest.raises(DataError, match="cannot be read"):
         run("score", "--in", str(tmp_path / "absent.jsonl"))
+    source = write_lines(tmp_path / "in.jsonl", [good])
     with pytest.raises(DataError, match="out.jsonl: cannot be written: No such file"):
-        run("score", "--in", str(write(tmp_path / "in.jsonl", [good])), "--out", str(tmp_path / "none" / "out.jsonl"))
-    source = write(tmp_path / "in.jsonl", [request_of("ecco", "1")])
+        run("score", "--in", str(source), "--out", str(tmp_path / "none" / "out.jsonl"))
+    source = write_lines(tmp_path / "in.jsonl", [request_of("ecco", "1")])
     with pytest.raises(ConfigError, match="no reward plugin judges task 'ecco'; known: code, echo"):
         run("score", "--in", str(source))
 
@@ -178,7 +176,7 @@ def test_a_stream_answers_each_line_before_the_next_is_written(plugins: Path) ->
 def test_a_stream_starts_what_it_needs_with_all_the_workers(plugins: Path) -> None:
     requests = [request_of("echo", "1", f"r{at}", meta={"sleep_s": 0.2}) for at in range(6)]
     command = [sys.executable, "-c", MAIN, "rewards", "score", "--workers", "2"]
-    text = "".join(json.dumps(request) + "\n" for request in requests)
+    text = json_lines(requests)
     done = subprocess.run(command, cwd=ROOT, input=text, capture_output=True, text=True, check=True, timeout=60)
     verdicts = lines_of(done.stdout)
     assert [v["id"] for v in verdicts] == [f"r{at}" for at in range(6)]

@@ -1,7 +1,6 @@
 """The code plugin on published problems: gold programs, tests without programs, and verdicts of others."""
 
 import ast
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import pytest
 from prorl_reward_code.plugin import CodeReward
 
+from tests.lines import read_lines
 from tests.rewards.conftest import ROOT
 from tests.rewards.test_code import call, code, judged, run, stdin
 
@@ -23,7 +23,7 @@ DATA, GYM = SHARED / "code", SHARED / "nemo_gym_examples"
 def rows(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         pytest.skip(f"{path.name} is not here: the published problems are not part of the repository")
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return read_lines(path)
 
 
 def refused_golds(code: CodeReward, golds: Iterator[tuple[str, dict[str, Any], str]]) -> list[str]:

@@ -25,6 +25,7 @@ from nemo_prorl.rewards.functions import identity, is_function, places, settings
 from nemo_prorl.rewards.interface import RewardPlugin, RewardRequest, Verdict, judge
 from nemo_prorl.rewards.judging import RewardService, pool_specs
 from tests.lifecycle.parts import leader
+from tests.lines import write_lines
 from tests.whole_runs import Job, metrics_of
 
 pytestmark = pytest.mark.starts
@@ -286,7 +287,7 @@ def test_a_run_trains_on_it(root: Path, tmp_path: Path) -> None:
     text = "def score(prompt, response, truth):\n    return sum(ord(c) % 2 for c in response) / max(1, len(response))\n"
     (tmp_path / "letters.py").write_text(text)
     records = [{"id": str(n), "task": "letters", "prompt": f"Say {n}.", "truth": {}} for n in range(64)]
-    (tmp_path / "letters.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_lines(tmp_path / "letters.jsonl", records)
     job = Job(
         root,
         tmp_path / "run",

@@ -1,6 +1,5 @@
 """The instructions plugin: each type followed and not, loose mode, sentences and words, truths, hostile texts, data."""
 
-import json
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from prorl_reward_instructions import ifeval, punkt, training, words
 from prorl_reward_instructions.plugin import KNOWN, InstructionsReward, checks_of, loose_variants
 
 from nemo_prorl.rewards.interface import RewardRequest, Verdict, judge
+from tests.lines import read_lines
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 GERMAN = "Das ist ein schöner Tag, und wir gehen heute zusammen auf den Markt."
@@ -361,7 +361,7 @@ def test_importing_the_plugin_loads_no_language_profiles() -> None:
 def lines_of(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         pytest.skip(f"{path} is absent")
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    return read_lines(path)
 
 
 def test_every_ifeval_prompt_has_a_valid_truth(plugin: InstructionsReward) -> None:

@@ -1,7 +1,6 @@
 """The math plugin: what is boxed, which forms are the same answer, and gold answers."""
 
 import itertools
-import json
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -10,25 +9,10 @@ import pytest
 from prorl_reward_math.latex import boxed, canonical, number, split_top
 from prorl_reward_math.plugin import MathReward
 
-from nemo_prorl.rewards.interface import RewardRequest, RewardResult
+from tests.lines import read_lines
+from tests.rewards.judging import judged, score
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "math"
-
-
-@pytest.fixture(scope="module")
-def math() -> MathReward:
-    plugin = MathReward()
-    plugin.prepare()
-    return plugin
-
-
-def judged(plugin: MathReward, truth: Any, response: str) -> RewardResult:
-    truth = truth if isinstance(truth, dict) else {"answer": truth}
-    return plugin.score(RewardRequest("x", "math", "?", truth, response))
-
-
-def score(plugin: MathReward, truth: Any, answer: str) -> float:
-    return judged(plugin, truth, f"so it is \\boxed{{{answer}}}.").score
 
 
 @pytest.mark.parametrize(
@@ -212,7 +196,7 @@ def test_exact_values() -> None:
 
 
 def gold_answers(path: Path, most: int | None) -> list[str]:
-    rows = [json.loads(line) for line in path.read_text().splitlines()][:most]
+    rows = read_lines(path)[:most]
     answers = [row["answer"] for row in rows]
     texts = [str(text) for answer in answers for text in (answer if isinstance(answer, list) else [answer])]
     return [text for text in texts if text.strip()]  # five records of the sources have an empty answer

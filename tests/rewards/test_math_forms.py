@@ -13,19 +13,7 @@ from prorl_reward_math.forms import choice, listed
 from prorl_reward_math.plugin import MathReward
 from prorl_reward_math.units import power_of_ten, read_unit, same_unit, split_unit
 
-from nemo_prorl.rewards.interface import RewardRequest
-
-
-@pytest.fixture(scope="module")
-def math() -> MathReward:
-    plugin = MathReward()
-    plugin.prepare()
-    return plugin
-
-
-def score(plugin: MathReward, truth: str, answer: str, **more: str) -> float:
-    return plugin.score(RewardRequest("x", "math", "?", {"answer": truth, **more}, f"so \\boxed{{{answer}}}.")).score
-
+from tests.rewards.judging import judged, score
 
 # Each truth with answers that are right, then answers that are near and wrong.
 CASES: list[tuple[str, list[str], list[str]]] = [
@@ -240,7 +228,7 @@ RESPONSES: list[tuple[str, str, float]] = [
 
 @pytest.mark.parametrize(("truth", "response", "right"), RESPONSES)
 def test_boxes_that_are_listed_make_one_answer(math: MathReward, truth: str, response: str, right: float) -> None:
-    assert math.score(RewardRequest("x", "math", "?", {"answer": truth}, response)).score == right
+    assert judged(math, truth, response).score == right
 
 
 @pytest.mark.parametrize(("truth", "answer"), [(truth, answer) for truth, right, _ in CASES for answer in right])
@@ -337,8 +325,8 @@ def test_a_unit_is_split_off_and_read(text: str, value: str, unit: str) -> None:
     ],
 )
 def test_an_answer_has_the_unit_of_the_truth(unit: str, right: list[str], wrong: list[str], math: MathReward) -> None:
-    assert {score(math, "9", answer, unit=unit) for answer in right} == {1.0}
-    assert {score(math, "9", answer, unit=unit) for answer in wrong} == {0.0}
+    assert {score(math, {"answer": "9", "unit": unit}, answer) for answer in right} == {1.0}
+    assert {score(math, {"answer": "9", "unit": unit}, answer) for answer in wrong} == {0.0}
 
 
 def test_units_differ_by_word_or_power() -> None:

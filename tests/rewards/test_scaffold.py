@@ -22,6 +22,7 @@ from nemo_prorl.data.records import read_records
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.rewards.discovery import Registry
 from nemo_prorl.rewards.scaffold import new_plugin
+from tests.lines import read_lines
 from tests.rewards.conftest import ROOT
 
 pytestmark = pytest.mark.starts
@@ -130,10 +131,10 @@ def test_a_real_run_trains_with_it_and_is_judged_again(environment: Environment)
     told = environment.run(COMMANDS[TRAIN_AT], *SMALL, timeout=600)
     assert told.returncode == 0, told.stdout[-3000:] + told.stderr[-5000:]
     run = environment.folder / "runs" / "word_count"
-    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    metrics = read_lines(run / "metrics.jsonl")
     assert [sorted(key for key in m if key.startswith("reward/word")) for m in metrics] == [["reward/word_count"]] * 2
     assert json.loads((run / "summary.json").read_text())["heldout"]["tasks"].keys() == {"word_count"}
-    rollouts = [json.loads(line) for line in (run / "rollouts" / "step-1.jsonl").read_text().splitlines()]
+    rollouts = read_lines(run / "rollouts" / "step-1.jsonl")
     assert all(re.fullmatch(r"\d+ of \d words|the answer is empty", r["verdict"]["detail"]) for r in rollouts)
     assert any(r["verdict"]["score"] > 0 for r in rollouts)
 
@@ -142,12 +143,12 @@ def test_a_real_run_trains_with_it_and_is_judged_again(environment: Environment)
         assert told.returncode == 0, f"{command}: {told.stdout}\n{told.stderr}"
     score, again, changed = COMMANDS[TRAIN_AT + 1 :]
     assert environment.told[score].stdout == ""
-    verdicts = [json.loads(line) for line in (environment.folder / "verdicts.jsonl").read_text().splitlines()]
+    verdicts = read_lines(environment.folder / "verdicts.jsonl")
     assert verdicts == [r["verdict"] for r in rollouts]
     [header, row] = environment.told[again].stdout.splitlines()  # nothing changed
     assert header in DOCS
     assert row.split()[3] == "0"
-    rows = [json.loads(line) for line in (environment.folder / "changed.jsonl").read_text().splitlines()]
+    rows = read_lines(environment.folder / "changed.jsonl")
     assert rows
     assert all(one["changed"] and one["new"]["failure"] == "invalid" for one in rows)
     assert len(environment.told[changed].stdout.splitlines()) == len(rows) + 2

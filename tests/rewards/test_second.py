@@ -33,6 +33,7 @@ from nemo_prorl.rewards.second import (
 )
 from nemo_prorl.rollout.groups import CollectedBatch
 from nemo_prorl.rollout.report import report_rollout
+from tests.lines import write_lines
 from tests.report.made import make_run
 from tests.rewards.conftest import ROOT, StartServer, request_of
 from tests.rollout.simulated import Simulated, collected, config, summary
@@ -349,7 +350,7 @@ def test_data_of_a_second_verifier_beside_that_of_its_task_is_refused(tmp_path: 
             {"id": f"{part} {task}", "task": task, "prompt": f"{task} {text}", "truth": {"answer": "1"}}
             for task in ("math", "math_second")
         ]
-        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_lines(file, lines)
         overrides.append(f"data.{part}=[{{name: x, path: {file}}}]")
     with pytest.raises(ConfigError, match=r"task 'math_second', the second verifier of task 'math'"):
         check_files(settings.load(overrides))

@@ -1,6 +1,5 @@
 r"""The stem plugin: units, formulas, lists, truth values and multiple choice; gold answers of the published sets."""
 
-import json
 import string
 import uuid
 from collections.abc import Iterator
@@ -13,7 +12,9 @@ from prorl_reward_stem.chemistry import formula
 from prorl_reward_stem.choices import without_labels
 from prorl_reward_stem.plugin import StemReward
 
-from nemo_prorl.rewards.interface import RewardPlugin, RewardRequest, RewardResult, judge
+from nemo_prorl.rewards.interface import RewardPlugin, RewardRequest, judge
+from tests.lines import read_lines
+from tests.rewards.judging import judged, score
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 
@@ -23,22 +24,6 @@ def stem() -> StemReward:
     plugin = StemReward()
     plugin.prepare()
     return plugin
-
-
-@pytest.fixture(scope="module")
-def math() -> MathReward:
-    plugin = MathReward()
-    plugin.prepare()
-    return plugin
-
-
-def judged(plugin: RewardPlugin, truth: Any, response: str, prompt: str = "?") -> RewardResult:
-    truth = truth if isinstance(truth, dict) else {"answer": truth}
-    return plugin.score(RewardRequest("x", plugin.tasks[0], prompt, truth, response))
-
-
-def score(plugin: RewardPlugin, truth: Any, answer: str) -> float:
-    return judged(plugin, truth, f"so it is \\boxed{{{answer}}}.").score
 
 
 def check(plugin: RewardPlugin, truth: Any, right: list[str], wrong: list[str]) -> None:
@@ -216,7 +201,7 @@ def rows_of(name: str) -> list[dict[str, Any]]:
     path = SHARED / name
     if not path.is_file():
         pytest.skip(f"{path} is absent: no published records to check here")
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return read_lines(path)
 
 
 # `(a)` and `C` are texts of options there as well as labels: a capital letter alone is the label.

@@ -15,9 +15,10 @@ import sys
 import time
 from pathlib import Path
 
-from kill_resume import compare, lines
+from kill_resume import compare
 from machine import describe
 
+from nemo_prorl.files import read_objects
 from nemo_prorl.lifecycle.killpoints import VARIABLE
 
 STAGES = ("run1", "run2", "run3")
@@ -72,7 +73,7 @@ def main() -> int:
     failed = False
     resets = 0
     for stage in STAGES:
-        events = lines(other / stage / "journal.jsonl")
+        events = read_objects(other / stage / "journal.jsonl")
         resumed = [e["step"] for e in events if e["event"] == "resume"]
         reset = [e["step"] for e in events if e["event"] == "reset_commit"]
         resets += len(reset)
@@ -80,7 +81,7 @@ def main() -> int:
         for what, same in compare(one / stage, other / stage):
             report.append(f"    {'equal' if same else 'DIFFERENT'}: {what}")
             failed |= not same
-        kl = [m["kl"] for m in lines(other / stage / "metrics.jsonl")]
+        kl = [m["kl"] for m in read_objects(other / stage / "metrics.jsonl")]
         report.append(f"    kl of each step: {', '.join(f'{value:.1e}' for value in kl)}")
     sys.stdout.write("\n".join([*report, f"{starts - 1} kills, {resets} hard resets"]) + "\n")
     return 1 if failed or starts - 1 != resets else 0

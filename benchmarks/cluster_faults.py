@@ -20,11 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from kill_resume import compare, last_step, lines
+from kill_resume import compare, last_step
 from machine import describe
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from nemo_prorl.files import read_objects  # noqa: E402
 from tests.cluster.emulated import Ended, Slurm, cluster  # noqa: E402
 
 STEPS, BREAK_AT = 12, 3  # enough steps left that a signal is acted on before the last one
@@ -70,7 +71,7 @@ class Case:
 
     def happened(self) -> str:
         """Return exit code and next action of each attempt (from launches.jsonl), and how the Slurm jobs ended."""
-        ends = [m for m in lines(self.run / "launches.jsonl") if m["event"] == "end"]
+        ends = [m for m in read_objects(self.run / "launches.jsonl") if m["event"] == "end"]
         says = [f"{m['code']} {m['next']}" for m in ends]
         ended = ", ".join(
             f"{e.state} {e.code}{f' after {e.restarts} requeues' if e.restarts else ''}" for e in self.ends

@@ -3,7 +3,7 @@
     .venv/train/bin/python benchmarks/cluster_faults.py [--nodes 4] [--only NAME,NAME] [--base FOLDER] [--out DIR]
 
 Needs root and Slurm's daemons (docs/tutorial/cluster.md).  One run is undisturbed; each other run has one fault at step
-3 of 12.  Slurm and the job continue without help.  Where a fault ends the job for good (scancel, a full run
+3 of 20.  Slurm and the job continue without help.  Where a fault ends the job for good (scancel, a full run
 directory), the same command is submitted again.  Weights, metrics (all but time/), held-out scores and rollouts must be
 equal to the bit: no prompt is lost or counted twice.  No process may be left on any node, and no wait may be longer
 than --deadline.
@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 from nemo_prorl.files import read_objects  # noqa: E402
 from tests.cluster.emulated import Ended, Slurm, cluster  # noqa: E402
 
-STEPS, BREAK_AT = 12, 3  # enough steps left that a signal is acted on before the last one
+STEPS, BREAK_AT = 20, 3  # enough steps left that Slurm misses a lost node (25 s) before the last one
 COMMON = [
     "cluster=slurm_dev",
     "data=laptop",

@@ -211,4 +211,5 @@ def test_a_launch_warns_of_data_that_the_container_does_not_see(
     assert cli.main([*COMMANDS["launch"], *image, *words]) == 0
     told = caplog.text
     assert f"data.folder={tmp_path / 'data'}: expected a path under a mount of the container" in told
-    assert told.count("expected a path under a mount") == 1
+    assert f"path: {tmp_path / 'data' / 'mine.jsonl'}}}]: expected a path under a mount of the container" in told
+    assert told.count("expected a path under a mount") == 4  # data.train is given twice; data.validation

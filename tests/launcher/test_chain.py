@@ -156,6 +156,23 @@ def test_only_the_first_stage_starts_from_what_is_named(slurm: Slurm, project: P
     assert second[-1] == f"run_dir={Path.cwd()}/runs/prorl/run3"
 
 
+@pytest.mark.parametrize("given", ["conf", "~/conf"])
+def test_own_stages_are_those_of_the_jobs_and_a_home_is_meant_by_its_sign(
+    slurm: Slurm, project: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str
+) -> None:
+    """Jobs run in the project's folder, where a relative `config_dir` starts."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    own = (tmp_path / "home" if given[0] == "~" else project) / "conf" / "stage"
+    own.mkdir(parents=True)
+    (own / "mine.yaml").write_text("# @package _global_\ndefaults: [run1, _self_]\nstage: mine\n")
+    finish(tmp_path / "home" / "old", "run1")
+    words = [f"config_dir={given}", "run_dir=~/runs", "chain.start_from=~/old/run1"]
+    assert launch(*words, stages="mine") == 0
+    (job,) = slurm.calls("sbatch")
+    home = tmp_path / "home"
+    assert {f"run_dir={home}/runs/mine", f"chain.start_from={home}/old/run1", f"config_dir={given}"} <= set(job)
+
+
 def test_a_dry_run_prints_every_command_and_the_script(project: Path, capsys: Told) -> None:
     """Without Slurm.  The commands are lines for a shell, in which each job's id gets to the next."""
     work = Path.cwd()

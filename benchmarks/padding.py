@@ -29,7 +29,7 @@ from typing import Any
 
 from machine import describe, libraries_on_stderr, seconds
 
-from nemo_prorl.files import read_objects
+from nemo_prorl.files import read_objects, step_files
 
 RECORDED = Path(__file__).parent / "results" / "lengths-laptop.json"
 
@@ -47,8 +47,7 @@ def lengths_of_run(run: Path, rows: int) -> list[int]:
     grpo = read_config(run / "config.yaml").trainer.grpo
     base = next(folder for folder in (run / "base", run / "init") if folder.is_dir())
     renderer = PromptRenderer(base, grpo.context_tokens)
-    files = sorted((run / "rollouts").glob("step-*.jsonl"), key=lambda file: int(file.stem.split("-")[1]))
-    lines = [line for file in files for line in read_objects(file)][-rows:]
+    lines = [line for file in step_files(run / "rollouts").values() for line in read_objects(file)][-rows:]
     return [renderer.length(x) + len(renderer.encode(x["response"])) + int(x["finished"]) for x in lines]
 
 

@@ -80,9 +80,9 @@ class Run:
         return pandas.DataFrame(self.metrics).set_index("step") if self.metrics else pandas.DataFrame()
 
     def _rollouts(self) -> dict[int, Path]:
-        from nemo_prorl.report.read import rollout_files
+        from nemo_prorl.files import step_files
 
-        return rollout_files(self.path / "rollouts")
+        return step_files(self.path / "rollouts")
 
 
 def load_run(path: str | Path) -> Run:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -99,6 +100,18 @@ def read_objects(path: Path) -> list[dict[str, Any]]:
         return objects_in(path.read_bytes())
     except OSError:
         return []
+
+
+def step_of_file(path: Path) -> int | None:
+    """Return N of a file step-N.jsonl; None for another name."""
+    match = re.fullmatch(r"step-(\d{1,15})\.jsonl", path.name)
+    return int(match[1]) if match else None
+
+
+def step_files(folder: Path) -> dict[int, Path]:
+    """Return the files step-N.jsonl of a folder by N, in the order of N."""
+    steps = ((step_of_file(path), path) for path in folder.glob("*.jsonl"))
+    return dict(sorted((step, path) for step, path in steps if step is not None))
 
 
 def last_objects(path: Path, num_bytes: int = 1 << 16) -> list[dict[str, Any]]:

@@ -15,19 +15,49 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypedDict
 
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import ConfigError
-from nemo_prorl.files import read_object
+from nemo_prorl.files import read_object, write_json
+from nemo_prorl.schema import Constraint, Count, Number
 
 _LONGEST_PAUSE_S = 5.0
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a run's processes need no proxy
 
 
+class RewardEndpoint(TypedDict):
+    """The endpoint file of a reward server."""
+
+    kind: Literal["rewards"]
+    url: Annotated[str, Constraint(pattern="^http://")]
+    pid: Number
+    state: Literal["ready", "stopped"]
+
+
+class EngineEndpoint(TypedDict):
+    """The endpoint file of a rollout engine."""
+
+    kind: Literal["engine"]
+    index: Count
+    url: Annotated[str, Constraint(pattern="^http://")]
+    pid: Number
+    state: Literal["ready"]
+    weights_dir: str
+    """the only folder from which the engine loads weights, on its own node"""
+    weight_version: Literal[-1]
+    """-1: the engine has the weights of its model folder; GET /health returns the current version"""
+
+
+def write_endpoint(file: Path, endpoint: RewardEndpoint | EngineEndpoint) -> None:
+    """Write an endpoint file atomically: readers see the old content or the new."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_json(file, endpoint)
+
+
 @dataclass(frozen=True)
 class ServiceEndpoint:
-    """The address of a service, from its endpoint file.
+    """The address of a service, as its clients read it from the endpoint file.
 
     `kind`: engine or rewards.  `weights_dir`: folder of the weights on the engine's node; None: not stated.
     """

@@ -34,10 +34,9 @@ from nemo_prorl.lifecycle.run_records import RecordsState  # noqa: E402
 from nemo_prorl.lifecycle.summary import RunSummary  # noqa: E402
 from nemo_prorl.lifecycle.validation import ValidationState  # noqa: E402
 from nemo_prorl.rewards.interface import RewardRequest, Verdict  # noqa: E402
-from nemo_prorl.rewards.server import RewardEndpoint  # noqa: E402
 from nemo_prorl.rollout.collector import CollectorState  # noqa: E402
-from nemo_prorl.rollout.engine.endpoint import EngineEndpoint  # noqa: E402
 from nemo_prorl.schema import METRICS, Constraint, Count, Sha256  # noqa: E402
+from nemo_prorl.service import EngineEndpoint, RewardEndpoint  # noqa: E402
 from nemo_prorl.tracing import Timeline  # noqa: E402
 from nemo_prorl.trainer import ProgressState  # noqa: E402
 from nemo_prorl.usage import NodeUsage  # noqa: E402

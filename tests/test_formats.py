@@ -397,16 +397,16 @@ def test_summary_fits(tmp_path: Path) -> None:
 def test_endpoints_fit(tmp_path: Path) -> None:
     from types import SimpleNamespace
 
-    from nemo_prorl.rewards.server import write_endpoint
+    from nemo_prorl.rewards.server import announce
     from nemo_prorl.rollout.engine import endpoint
 
     for state in ("ready", "stopped"):
-        write_endpoint(tmp_path / "rewards-0.json", "http://127.0.0.1:1234", state)
+        announce(tmp_path / "rewards-0.json", "http://127.0.0.1:1234", state)
         assert against("endpoint", json.loads((tmp_path / "rewards-0.json").read_text())) == []
     file = str(tmp_path / "engine-0.json")
     shown = {"host": "0.0.0.0", "public_host": "node3", "index": 0, "weights_dir": "/dev/shm/w"}
     options: Any = SimpleNamespace(**shown, endpoint_file=file)
-    endpoint.write_endpoint(options, 1234)
+    endpoint.announce(options, 1234)
     engine = json.loads((tmp_path / "engine-0.json").read_text())
     assert against("endpoint", engine) == []
     assert against("endpoint", {**engine, "kind": "party"})

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from nemo_prorl.errors import ConfigError
-from nemo_prorl.files import first_line
+from nemo_prorl.files import first_line, step_files
 from nemo_prorl.launcher.fork import read_fork
 from nemo_prorl.lifecycle.journal_events import standing
 from nemo_prorl.lifecycle.stages import last_end
@@ -167,8 +167,8 @@ def read_run(folder: Path) -> RunRecord:
     run.launches = list(objects_of(folder / "launches.jsonl", [], missing_is_fine=True))
     run.summary = _mapping(folder / "summary.json", run.problems, missing_is_fine=True)  # written at the end of a run
     run.probe = _mapping(folder / "probe" / "probe.json", run.problems, missing_is_fine=True)
-    run.rollouts = rollout_files(folder / "rollouts")
-    run.disagreements = rollout_files(folder / "disagreements")
+    run.rollouts = step_files(folder / "rollouts")
+    run.disagreements = step_files(folder / "disagreements")
     return run
 
 
@@ -232,12 +232,6 @@ def _steps(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     if odd:
         problems.append(f"{path.name}: {odd} {'line has' if odd == 1 else 'lines have'} no step and are skipped")
     return lines
-
-
-def rollout_files(folder: Path) -> dict[int, Path]:
-    """Return the files of stored responses in a run's folder rollouts/ or disagreements/, by step."""
-    matches = [(re.fullmatch(r"step-(\d{1,15})\.jsonl", path.name), path) for path in folder.glob("*.jsonl")]
-    return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
 
 def step_of(line: dict[str, Any]) -> int | None:

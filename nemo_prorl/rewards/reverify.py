@@ -10,7 +10,6 @@ import contextlib
 import json
 import logging
 import math
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -20,7 +19,7 @@ from typing import Any, TextIO
 
 from nemo_prorl.config import RewardsConfig
 from nemo_prorl.errors import ConfigError, DataError
-from nemo_prorl.files import shortened
+from nemo_prorl.files import shortened, step_files, step_of_file
 from nemo_prorl.rewards.discovery import discover
 from nemo_prorl.rewards.functions import settings_of
 from nemo_prorl.rewards.interface import RewardRequest, Verdict, read_verdict
@@ -122,15 +121,10 @@ def rollout_files(source: Path) -> list[Path]:
     if not source.is_dir():
         return [source]
     folder = source / "rollouts" if (source / "rollouts").is_dir() else source
-    files = sorted(folder.glob("step-*.jsonl"), key=lambda path: (_step_of(path) or 0, path.name))
+    files = list(step_files(folder).values())
     if not files:
         raise DataError(f"{source}: contains no rollouts/step-N.jsonl; see trainer.grpo.save_rollout_groups")
     return files
-
-
-def _step_of(path: Path) -> int | None:
-    match = re.fullmatch(r"step-(\d+)\.jsonl", path.name)
-    return int(match[1]) if match else None
 
 
 def _rewards_of(file: Path, needed: bool) -> dict[str, Any]:
@@ -160,7 +154,7 @@ def read_all(files: list[Path]) -> Iterator[Stored]:
     """Yield the lines of all files.  Raises DataError that names file, line and field."""
     for path in files:
         for number, (request, verdict) in read_lines(path, _request_and_verdict):
-            yield Stored(str(path), number, _step_of(path), request, verdict)
+            yield Stored(str(path), number, step_of_file(path), request, verdict)
 
 
 def _request_and_verdict(obj: Any) -> tuple[RewardRequest, Verdict]:

@@ -23,7 +23,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Any, Literal
 
 import uvicorn
 from prometheus_client import CollectorRegistry, Histogram, Metric, generate_latest
@@ -36,15 +36,13 @@ from starlette.routing import Route
 
 from nemo_prorl import stacks, tracing
 from nemo_prorl.errors import ConfigError, ProrlError
-from nemo_prorl.files import write_json
 from nemo_prorl.rewards.connections import MAX_BODY, allow_connections
 from nemo_prorl.rewards.discovery import discover
 from nemo_prorl.rewards.interface import RewardRequest, Verdict
 from nemo_prorl.rewards.judging import RewardService, pool_specs
 from nemo_prorl.rewards.options import add_server_arguments
 from nemo_prorl.rewards.pool import PluginPool
-from nemo_prorl.schema import Constraint, Number
-from nemo_prorl.service import is_authorized, is_own, listening_socket, read_token
+from nemo_prorl.service import is_authorized, is_own, listening_socket, read_token, write_endpoint
 
 _log = logging.getLogger(__name__)
 
@@ -227,22 +225,10 @@ class _UvicornServer(uvicorn.Server):  # type: ignore[misc,unused-ignore]
         yield
 
 
-class RewardEndpoint(TypedDict):
-    """The content of an endpoint file: address and state of a reward server."""
-
-    kind: Literal["rewards"]
-    url: Annotated[str, Constraint(pattern="^http://")]
-    pid: Number
-    state: Literal["ready", "stopped"]
-
-
-def write_endpoint(path: Path | None, url: str, state: Literal["ready", "stopped"]) -> None:
-    """Write the endpoint file atomically: readers see the old content or the new.  Does nothing if `path` is None."""
-    if path is None:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    endpoint: RewardEndpoint = {"kind": "rewards", "url": url, "pid": os.getpid(), "state": state}
-    write_json(path, endpoint)
+def announce(file: Path | None, url: str, state: Literal["ready", "stopped"]) -> None:
+    """Write the endpoint file of this server; without a file, do nothing."""
+    if file is not None:
+        write_endpoint(file, {"kind": "rewards", "url": url, "pid": os.getpid(), "state": state})
 
 
 def _pidfd(pid: int | None) -> int | None:
@@ -273,7 +259,7 @@ async def serve(args: argparse.Namespace) -> int:
     )
     listener = listening_socket(args.host, args.port, backlog=1024)
     url = f"http://{args.public_host or args.host}:{listener.getsockname()[1]}"
-    server = _UvicornServer(config, lambda: write_endpoint(args.endpoint_file, url, "ready"))
+    server = _UvicornServer(config, lambda: announce(args.endpoint_file, url, "ready"))
     loop, parent_fd = asyncio.get_running_loop(), _pidfd(args.parent_pid)
     starting = asyncio.ensure_future(service.start())
 
@@ -293,7 +279,7 @@ async def serve(args: argparse.Namespace) -> int:
         _log.info("reward server listens at %s; workers: %s", url, workers)
         await server.serve(sockets=[listener])
         if args.endpoint_file and is_own(args.endpoint_file):
-            write_endpoint(args.endpoint_file, url, "stopped")
+            announce(args.endpoint_file, url, "stopped")
     except asyncio.CancelledError:
         if not app.draining:
             raise

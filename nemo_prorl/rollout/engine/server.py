@@ -53,7 +53,7 @@ if not __package__:  # started by path: replace this folder, whose module names 
     sys.path[0] = ROOT
 
 from nemo_prorl import stacks  # noqa: E402
-from nemo_prorl.rollout.engine.endpoint import UNPUBLISHED, served_file, write_endpoint  # noqa: E402
+from nemo_prorl.rollout.engine.endpoint import UNPUBLISHED, announce, served_file  # noqa: E402
 from nemo_prorl.rollout.engine.guard import Guard  # noqa: E402
 from nemo_prorl.rollout.engine.requests import (  # noqa: E402
     BadRequest,
@@ -466,7 +466,7 @@ def serve(args: argparse.Namespace, token: str, shapes: Shapes, guard: Guard) ->
         gc.freeze()  # the garbage collector skips the objects of vLLM and torch from now on
         watch = asyncio.ensure_future(exit_with(engine, guard))
         if args.endpoint_file:
-            write_endpoint(args, sock.getsockname()[1])
+            announce(args, sock.getsockname()[1])
         _log.info("engine %d serves %s on port %d", args.index, args.model, sock.getsockname()[1])
         yield
         watch.cancel()

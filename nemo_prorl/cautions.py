@@ -19,7 +19,7 @@ from nemo_prorl.algorithms import schedule
 from nemo_prorl.algorithms.reset_rules import LEAST_BASELINE, LEAST_DIFFERENCES
 from nemo_prorl.config import ADVISING_RULES, RESET_RULES, ResetRulesConfig, SchedKeys, warms_up
 from nemo_prorl.data import model_folder
-from nemo_prorl.files import TEMPORARY
+from nemo_prorl.files import TEMPORARY, listed
 from nemo_prorl.lifecycle.retention import newest_state, step_folder
 from nemo_prorl.rewards.functions import changed_code, code_of
 from nemo_prorl.sizing.memory import is_small
@@ -60,7 +60,7 @@ def cautions(cfg: DictConfig, old: DictConfig | None = None) -> Iterator[str]:
     if strange := _strangers(Path(cfg.run_dir)):
         yield (
             f"run_dir={cfg.run_dir}: expected a new folder, or one with a run; it has no config.yaml, but"
-            f" {_listed(strange)}. `prorl train` writes the run's files beside them. Fix: run_dir=FOLDER"
+            f" {listed(strange, 4)}. `prorl train` writes the run's files beside them. Fix: run_dir=FOLDER"
         )
     state = newest_state(Path(cfg.run_dir))
     done = state.get("resets", {}).get("done", [])
@@ -126,11 +126,6 @@ def _strangers(run_dir: Path) -> list[str]:
     if "config.yaml" in names:
         return []
     return [name for name in names if name.removesuffix(TEMPORARY) not in _OF_A_RUN and not name.startswith(".")]
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return f"{', '.join(names[:4])}{more}"
 
 
 def _useless_resets(cfg: DictConfig, made: int, done: list[int]) -> Iterator[str]:
@@ -201,7 +196,7 @@ def _blind_roll_backs(cfg: DictConfig, made: int, done: list[int]) -> Iterator[s
     if blind:
         yield (
             f"trainer.resets.roll_back=true: no validation (trainer.grpo.validate_every={every}) between the reset"
-            f" before, or the start, and the reset after {_listed([f'{step}' for step in blind])}: each goes back to"
+            f" before, or the start, and the reset after {listed(blind, 4)}: each goes back to"
             " where these steps began, and undoes what they trained. Fix:"
             f" trainer.grpo.validate_every={min(ways.values())} or less"
         )
@@ -214,7 +209,7 @@ def _blind_roll_backs(cfg: DictConfig, made: int, done: list[int]) -> Iterator[s
     if resets.roll_back and resets.mode == "auto" and cfg.data.validation and sudden:
         way = min(sudden.values())
         yield (
-            f"trainer.resets.roll_back=true with {_listed([*sudden])} in trainer.resets.rules.asks: a reset may come"
+            f"trainer.resets.roll_back=true with {listed([*sudden], 4)} in trainer.resets.rules.asks: a reset may come"
             f" {way} steps after the one before, without a validation between them"
             f" (trainer.grpo.validate_every={every}); it goes back to where these steps began, and undoes what they"
             f" trained. Fix: trainer.grpo.validate_every={way} or less, or trainer.resets.rules.cooldown_steps={every}"

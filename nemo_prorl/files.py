@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +191,12 @@ def modified(file: Path, missing: float = 0.0) -> float:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its class if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def listed(names: Sequence[object], most: int) -> str:
+    """Return the first `most` names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(str, names[:most])) + more
 
 
 def shortened(text: str, limit: int = 80) -> str:

@@ -87,7 +87,7 @@ class Policy:
         self.renderer = PromptRenderer(folder, cfg.trainer.grpo.context_tokens, cfg.data)
         _log.info("the model is built")
         if not base.exists() and not retention.complete(run_dir / "checkpoints"):
-            make_base(cfg, run_dir, self, base)
+            make_base(cfg, self, base)
 
     def checkpoint_files(self, cfg: Config) -> "CheckpointFiles":
         """Return the writer and loader of the policy's checkpoints.  A collective."""
@@ -96,7 +96,7 @@ class Policy:
         return CheckpointFiles(self.actor, cfg.trainer.grpo.async_checkpoints, cfg.trainer.deadlines.collective_s)
 
 
-def make_base(cfg: Config, run_dir: Path, policy: Policy, base: Path) -> None:
+def make_base(cfg: Config, policy: Policy, base: Path) -> None:
     """Warm the policy up with supervised steps, and write it to `base` as a Hugging Face folder."""
     warmup, actor = cfg.trainer.warmup, policy.actor
     _log.info("warm-up: %d supervised steps with %d answers each", warmup.steps, warmup.batch_size)

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_prorl.files import listed
 from nemo_prorl.lifecycle.ledger import digests_of, object_of
 
 _SHOWN = 3  # parts named in a text
@@ -134,5 +135,4 @@ def _other_groups(first: Line, second: Line) -> Parting:
 def _named(parts: Sequence[Any], total: int) -> str:
     if total > _SHOWN and len(parts) == total:
         return f"all {total}"
-    more = f" and {len(parts) - _SHOWN} more" if len(parts) > _SHOWN else ""
-    return (", ".join(map(str, parts[:_SHOWN])) or "none") + more
+    return listed(parts, _SHOWN) or "none"

@@ -12,6 +12,8 @@ import re
 from importlib.resources import files
 from typing import Any
 
+from nemo_prorl.files import listed
+
 _SCRIPTS = (
     "uplot.min.js",
     "base.js",
@@ -50,7 +52,7 @@ def page(data: dict[str, Any]) -> str:
 def _title(data: dict[str, Any]) -> str:
     """Return the title of the page: the names of its curves."""
     names = [curve["name"] for curve in data["curves"]]
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    shown = listed(names, 3)
     return f"ProRL report: {shown}"
 
 

@@ -19,6 +19,7 @@ from nemo_prorl import device
 from nemo_prorl.batch import JudgedGroups
 from nemo_prorl.config import Config
 from nemo_prorl.data.blend import Blend
+from nemo_prorl.files import listed
 from nemo_prorl.leader import Leader, LeaderOnly
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.rewards.canaries import BOUND, CanaryWatch
@@ -181,12 +182,8 @@ class Rollouts:
         for engine, tensors in sorted(unread.items()):
             if tensors and (names := tuple(tensors)) not in self._unread:
                 self._unread.add(names)
-                more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-                self._records.alarm(
-                    step,
-                    f"{engine} cannot compare {len(names)} tensors with the published ones:"
-                    f" {', '.join(names[:_NAMED])}{more}",
-                )
+                what = f"{engine} cannot compare {len(names)} tensors with the published ones"
+                self._records.alarm(step, f"{what}: {listed(names, _NAMED)}")
 
     def await_next(self, metrics: Metrics) -> None:
         """Wait for the batch collected while this step trains, if there is one; record the engines' idle seconds."""

@@ -556,7 +556,7 @@ def test_a_warmed_up_policy_is_the_reference_and_the_base(tmp_path: Path, monkey
     (tmp_path / "init" / "config.json").write_text(json.dumps({"num_hidden_layers": 1}))
     monkeypatch.setattr(rank, "warmup_examples", lambda cfg, data, policy: EXAMPLES)
     policy: Any = SimpleNamespace(actor=actor, leader=leader, data=leader.only(dict), folder=tmp_path / "init")
-    rank.make_base(cfg, tmp_path, policy, tmp_path / "base")
+    rank.make_base(cfg, policy, tmp_path / "base")
     wanted = warmed_by_hand([EXAMPLES[:3], EXAMPLES[3:]], 0.05).state()["weights"]
     assert same(actor.state()["weights"], wanted)
     assert same(actor.reference, wanted)

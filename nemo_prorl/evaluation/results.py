@@ -103,7 +103,7 @@ def sample_of(line: EvaluationSample, verdict: StoredVerdict | None, task: str =
     """
     score = None if verdict is None else verdict["score"]
     correct = None if verdict is None else is_right(verdict)
-    failure = "infrastructure" if verdict is None or correct is None else verdict["failure"]
+    failure = "infrastructure" if verdict is None else verdict["failure"]
     return Sample(
         correct=correct,
         score=score,

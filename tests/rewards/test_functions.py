@@ -21,7 +21,7 @@ from nemo_prorl.lifecycle.checkpoints import Checkpoints
 from nemo_prorl.lifecycle.run_records import code_sha256
 from nemo_prorl.planning.overview import run_rows
 from nemo_prorl.rewards.discovery import discover, make_plugin
-from nemo_prorl.rewards.functions import identity, is_function, places, settings_of
+from nemo_prorl.rewards.functions import identity, is_function, places, settings_of, with_absolute_paths
 from nemo_prorl.rewards.interface import RewardPlugin, RewardRequest, Verdict, judge
 from nemo_prorl.rewards.judging import RewardService, pool_specs
 from tests.lifecycle.parts import leader
@@ -63,6 +63,12 @@ def test_a_function_is_a_plugin(place: str, response: str, score: float, correct
     assert registry.tasks() == {"units": f"units={place}"}
     verdict = judge(make_plugin(registry.plugin_of_task("units")), request(response))
     assert (verdict["score"], verdict["correct"], verdict["failure"]) == (score, correct, None)
+
+
+def test_the_file_of_each_of_several_functions_is_absolute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ann")
+    both = with_absolute_paths("~/a.py:score*0.9 + b.py:score*0.1")
+    assert both == f"/home/ann/a.py:score*0.9 + {Path.cwd()}/b.py:score*0.1"
 
 
 def test_an_exception_is_located_in_the_users_file(place: str, caplog: pytest.LogCaptureFixture) -> None:

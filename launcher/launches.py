@@ -7,13 +7,12 @@ Standard library only, Python 3.9 at least (see `slurm_driver.py`).
 
 from __future__ import annotations
 
-import json
 import time
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_prorl.files import read_objects
+from nemo_prorl.files import append_line, read_objects
 from nemo_prorl.launcher.slurm_queries import Job, say
 
 if TYPE_CHECKING:
@@ -79,8 +78,7 @@ class Launches:
         record.update(nodes=self._job.nodes, step=self.step(), time=round(time.time(), 3), **fields)
         try:
             self._run_dir.mkdir(parents=True, exist_ok=True)
-            with self.file.open("a") as file:
-                file.write(json.dumps(record) + "\n")
+            append_line(self.file, record)
         except OSError as error:  # a full disk must not end a run that still works
             say(f"{self.file}: the {event} of attempt {attempt} could not be written: {error}; the job goes on")
 

@@ -42,7 +42,7 @@ def lead(args: argparse.Namespace, peers: Peers, output: MergedLog) -> StepOutco
     """Run node 0, from reading the configuration to the end of the run; return how the run ended."""
     from nemo_prorl import settings
     from nemo_prorl.launcher import one_node, run_results
-    from nemo_prorl.launcher.events import Events
+    from nemo_prorl.launcher.events import Events, last_step
     from nemo_prorl.launcher.prepare import prepare
 
     cfg, place = settings.load_run(args.overrides), peers.place
@@ -52,7 +52,13 @@ def lead(args: argparse.Namespace, peers: Peers, output: MergedLog) -> StepOutco
             f" {place.nodes}. Fix: set trainer.num_nodes={place.nodes}, or start that many nodes"
         )
     run_dir = Path(cfg.run_dir).absolute()
-    with one_node.locked(run_dir, args.lock_wait_s):
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(one_node.locked(run_dir, args.lock_wait_s))
+        except ProrlError as error:
+            with Events(cfg.on_event, run_dir) as events:  # without the journal, which belongs to the other process
+                events.emit("failure", last_step(run_dir), str(error), kind=type(error).__name__)
+            raise
         if one_node.is_finished(run_dir, cfg.trainer.grpo.max_steps):
             peers.launch.parent.mkdir(exist_ok=True)
             write_json(peers.launch, Launch(tasks=None, master=place.host, port=0))

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import secrets
+import shlex
 import socket
 import sys
 import time
@@ -136,7 +137,7 @@ def locked(run_dir: Path, wait_s: float = 0.0) -> Iterator[None]:
                     file.seek(0)
                     holder = file.read().strip()
                     text = f"run_dir={run_dir} is in use by another process{f': {holder}' if holder else ''}"
-                    fix = f". Fix: wait for its end{_stopping(holder)}, or set run_dir to another folder"
+                    fix = f". Fix: wait for its end{_stopping(holder, run_dir)}, or set run_dir to another folder"
                     waited = f", still after {wait_s:g} s" if wait_s else ""
                     raise (StillInUse if wait_s else ConfigError)(f"{text}{waited}{fix}") from error
                 time.sleep(0.5)
@@ -147,13 +148,13 @@ def locked(run_dir: Path, wait_s: float = 0.0) -> Iterator[None]:
         yield
 
 
-def _stopping(holder: str) -> str:
+def _stopping(holder: str, run_dir: Path) -> str:
     """Return the command that stops the holder of a lock after its step; empty if the lock does not name it."""
     match = re.fullmatch(r"process (\d+) on (\S+?)(?:, Slurm job (\S+))?", holder)
     if match is None:
         return ""
-    command = f"scancel {match[3]}" if match[3] else f"kill {match[1]}"
-    return f", stop it ({command}{'' if match[3] else f' on {match[2]}'}; it saves its step)"
+    command = f"prorl control {shlex.quote(str(run_dir))} stop" if match[3] else f"kill {match[1]} on {match[2]}"
+    return f", stop it ({command}; it saves its step)"
 
 
 def make_folder(folder: Path) -> None:

@@ -12,7 +12,8 @@ from omegaconf import DictConfig
 
 from nemo_prorl.caches import cache_folder
 from nemo_prorl.config import Config
-from nemo_prorl.errors import ConfigError, ProrlError, UnfitMachine
+from nemo_prorl.errors import ConfigError, DamagedCheckpoint, ProrlError, UnfitMachine
+from nemo_prorl.files import write_text
 from nemo_prorl.launcher.run_data import check_own_functions, check_prompts, check_rewards
 from nemo_prorl.sizing.cores import Cores
 
@@ -35,7 +36,7 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
     from nemo_prorl.launcher.doctor.network import wandb_fault
     from nemo_prorl.launcher.doctor.storage import check_storage
     from nemo_prorl.lifecycle.base_model import make_initial_model
-    from nemo_prorl.lifecycle.retention import check_continuable, clean, complete, step_of
+    from nemo_prorl.lifecycle.retention import clean, step_of
     from nemo_prorl.lifecycle.run_records import Journal
     from nemo_prorl.lifecycle.stages import origin
     from nemo_prorl.rewards.judging import check_sandbox
@@ -59,8 +60,7 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
         check_sandbox(cfg.rewards.unsafe_no_sandbox)
     clean(run_dir / "checkpoints")
     saved, changed = run_dir / "config.yaml", ""
-    if own := complete(run_dir / "checkpoints"):
-        check_continuable(own[-1])
+    if own := _continuable(run_dir / "checkpoints"):
         changed = changes(read_config(saved), cfg) if saved.is_file() else ""
     start = None if own else origin(cast(Config, cfg), run_dir)
     if not (saved.exists() or cfg.pretrained_checkpoint.restore_from_path):
@@ -75,8 +75,26 @@ def prepare(cfg: DictConfig, run_dir: Path, config_text: str) -> list[str]:
     if changed:  # before config.yaml, so that a kill between the two does not lose the event
         _log.info("the run goes on with other settings: %s", changed)
         Journal(run_dir).append("change", step_of(own[-1]), what=changed)
-    saved.write_text(config_text)
+    write_text(saved, config_text, sync=True)  # a full disk must not empty it
     return sorted(plugins)
+
+
+def _continuable(checkpoints: Path) -> list[Path]:
+    """Return the complete checkpoints, of which this version can continue the newest.
+
+    A Slurm job sets a damaged one aside.  Raises CheckpointError if the newest one cannot be continued.
+    """
+    from nemo_prorl.lifecycle.retention import check_continuable, complete, set_aside
+
+    while own := complete(checkpoints):
+        try:
+            check_continuable(own[-1])
+        except DamagedCheckpoint:
+            if not set_aside(own[-1]):
+                raise
+        else:
+            break
+    return own
 
 
 def check_beginning(cfg: DictConfig) -> None:

@@ -266,8 +266,10 @@ class Driver:
 
     def out_of_time(self) -> bool:
         """Return whether the run stopped because of trainer.deadlines.job_s, not on request of a user."""
-        last = last_objects(self.run_dir / "journal.jsonl")[-1:]
-        return bool(last) and last[0].get("event") == "stop" and "trainer.deadlines.job_s" in last[0].get("reason", "")
+        kinds = ("start", "resume", "stop", "failure", "finish")  # a dropped request may come after them
+        ends = [event for event in last_objects(self.run_dir / "journal.jsonl") if event.get("event") in kinds]
+        last = ends[-1] if ends else {}
+        return last.get("event") == "stop" and "trainer.deadlines.job_s" in last.get("reason", "")
 
     def unresponsive_node(self) -> str:
         """Return the first node of the job that cannot start a program; an empty string if all nodes can."""

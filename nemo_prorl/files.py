@@ -124,6 +124,18 @@ def last_objects(path: Path, num_bytes: int = 1 << 16) -> list[dict[str, Any]]:
         return []
 
 
+def append_line(path: Path, value: Any, sync: bool = False) -> None:
+    """Append a JSON line to a file.  A line that a kill or a full disk cut short stays a line of its own."""
+    with path.open("ab+") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        torn = file.read(1) not in (b"", b"\n")
+        file.write(f"{chr(10) if torn else ''}{json.dumps(value)}\n".encode())
+        if sync:
+            file.flush()
+            os.fsync(file.fileno())
+
+
 class Tail:
     """A reader of the JSON objects appended to a JSON Lines file after the reader was created."""
 

@@ -150,8 +150,9 @@ class Trainer:
                     self.finish_step(metrics)
                 self.stop_without_signal(metrics)
         except RolloutAbandoned as stop:  # raised before a step's first update, or in a validation
+            reason = self.leader.call(self.stopping.reason)
             self.checkpoints.save(progress.step, wait=True)
-            raise StoppedCleanly(f"{stop}; finished steps are saved; the same command continues") from stop
+            raise StoppedCleanly(f"{reason}: {stop}; finished steps are saved; the same command continues") from stop
 
     def steps_are_left(self) -> bool:
         """Return whether another step follows.  A trial of a reset may go back to an earlier step first."""

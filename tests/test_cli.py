@@ -217,6 +217,13 @@ def test_status_tells_a_live_run_from_one_that_ended(tmp_path: Path) -> None:
     end |= {"what": "all supervisors were killed", "host": "a", "next": "give_up"}
     (run / "launches.jsonl").write_text(json.dumps(end) + "\n")
     assert "failed after step 0: all supervisors were killed" in status.status(run)
+    journal.append("stop", 22, reason="SIGUSR1")
+    assert "stopped after step 22 (SIGUSR1)" in status.status(run)
+    begin = {**end, "event": "begin", "time": time.time() + 1}  # another start, which ends before a trainer works
+    (run / "launches.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in (begin, {**end, "time": begin["time"] + 1}))
+    )
+    assert "failed after step 0: all supervisors were killed" in status.status(run)
 
 
 def test_status_of_a_run_on_another_machine_goes_by_signs_of_life(tmp_path: Path) -> None:
@@ -230,6 +237,10 @@ def test_status_of_a_run_on_another_machine_goes_by_signs_of_life(tmp_path: Path
     old = time.time() - 4000
     os.utime(lock, (old, old))
     assert re.search(r"not running: .*killed\?\); last sign of life on elsewhere 400\d s ago", status.status(tmp_path))
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "all.log").touch()  # a start that takes long, as another user sees it
+    assert re.search(r"^state +running; last sign", status.status(tmp_path), re.M)
+    os.utime(tmp_path / "logs" / "all.log", (old, old))
     (tmp_path / "metrics.jsonl").write_text('{"step": 4}\n')
     assert re.search(r"^state +running; last sign", status.status(tmp_path), re.M)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_prorl.errors import ConfigError, StoppedCleanly
+from nemo_prorl.evaluation.catalogue import choose
 from nemo_prorl.files import read_object
 from nemo_prorl.lifecycle.retention import complete, step_of
 
@@ -41,8 +42,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--benchmarks", metavar="A,B", required=True, help="names, sets or files, as for prorl evaluate"
     )
-    parser.add_argument("--samples", metavar="N", help="responses per prompt (default: the benchmark's)")
-    parser.add_argument("--limit", metavar="N", help="first N prompts of each benchmark (default: all)")
+    parser.add_argument("--samples", metavar="N", type=int, help="responses per prompt (default: the benchmark's)")
+    parser.add_argument("--limit", metavar="N", type=int, help="first N prompts of each benchmark (default: all)")
     parser.add_argument("--data", metavar="DIR", help="folder with the records of benchmarks that are not shipped")
     parser.add_argument("--every", metavar="STEPS", type=int, default=1, help="only multiples of STEPS; default: 1")
     parser.set_defaults(run_command=run)
@@ -51,12 +52,13 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Evaluate until the run has ended and nothing is left; return 1 if a checkpoint could not be evaluated.
 
-    Raises ConfigError if RUN is no run directory, or if `--every` is below 1.
+    Raises ConfigError if RUN is no run directory, a benchmark is unknown, or `--every` is below 1.
     """
     if args.every < 1:
         raise ConfigError(f"--every {args.every}: expected 1 or more")
     if not (args.run / "config.yaml").is_file():
         raise ConfigError(f"{args.run}: expected a run directory (config.yaml)")
+    choose(args.benchmarks)
     options = [word for name in ("samples", "limit", "data") if (value := getattr(args, name)) is not None
                for word in (f"--{name}", str(value))]  # fmt: skip
     command = [sys.executable, "-m", "nemo_prorl.cli", "evaluate", str(args.run), *args.overrides]

@@ -5,8 +5,6 @@ have `begin_stage`, and the rollouts `groups`, the responses that wait for a lat
 lists the files and the parts.  All trainer ranks must call the methods of `Checkpoints` together.
 """
 
-import logging
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
 from nemo_prorl import __version__
 from nemo_prorl.algorithms.reset_rules import best_policy, policy_scores
 from nemo_prorl.config import Config
-from nemo_prorl.errors import DAMAGED, DamagedCheckpoint
+from nemo_prorl.errors import DamagedCheckpoint
 from nemo_prorl.leader import Leader, LeaderOnly
 from nemo_prorl.lifecycle import retention
 from nemo_prorl.lifecycle.resets import Resets
@@ -29,8 +27,6 @@ from nemo_prorl.tracing import RECORDER
 
 if TYPE_CHECKING:
     from nemo_prorl.policy.checkpoint_files import CheckpointFiles
-
-_log = logging.getLogger(__name__)
 
 GROUPS = "groups.safetensors"  # file of the groups that the state of the rollouts refers to (`rollout.group_arrays`)
 
@@ -124,8 +120,7 @@ class Checkpoints:
             state = self.files.load(folder)
             groups = self.leader.only(lambda: retention.read_file(folder, GROUPS, state))
         except DamagedCheckpoint:
-            if "SLURM_JOB_ID" in os.environ and retention.set_aside(folder):
-                _log.error("%s is damaged; it is now %s%s", folder, folder.name, DAMAGED)
+            retention.set_aside(folder)
             raise
         groups.run_on_leader(lambda data: state["rollouts"].update(groups=data))
         for name, part in self.parts.items():

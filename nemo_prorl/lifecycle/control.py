@@ -31,9 +31,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from nemo_prorl.deadlines import Deadline
 from nemo_prorl.errors import ConfigError, DeadlineExceeded, ProrlError, RewardFailure
-from nemo_prorl.files import Tail, last_objects, modified, write_json
+from nemo_prorl.files import Tail, last_objects, modified, read_objects, write_json
 from nemo_prorl.lifecycle.journal_events import AnswerStatus, RequestKind
 from nemo_prorl.lifecycle.run_records import Journal
+from nemo_prorl.lifecycle.stages import last_end
 from nemo_prorl.metrics import Metrics
 from nemo_prorl.schema import Constraint
 
@@ -375,13 +376,25 @@ def _check_is_active(run_dir: Path) -> str:
     here = socket.gethostname()
     try:
         run_host = (run_dir / "control" / "host").read_text().strip()
-    except OSError:  # removed at a clean end
-        run_host = here
+    except OSError:  # removed at a clean end, and not there yet while the trainer starts
+        started_on, began = last_start(run_dir)
+        end = last_end(read_objects(run_dir / "journal.jsonl"))
+        run_host = started_on if started_on and (end is None or end["time"] < began) else here
     if run_host != here:  # many file systems do not show locks of other machines
         return f". The run was last seen on {run_host}; {here} cannot see whether the run is still active there"
     raise ConfigError(
-        f"no run is active in {run_dir} (as far as {here} can see). Fix: `prorl train` starts or continues one"
+        f"no run is active in {run_dir} (as far as {here} can see). Fix: the command that started the run continues it"
     )
+
+
+def last_start(run_dir: Path) -> tuple[str, float]:
+    """Return the host on which the newest process of the run started, and when; the host is empty if unknown."""
+    file = run_dir / ".lock"
+    try:
+        match = re.match(r"process \d+ on ([^\s,]+)", file.read_text())
+    except (OSError, ValueError):
+        match = None
+    return match[1] if match else "", modified(file)
 
 
 def is_locked(run_dir: Path) -> bool:

@@ -199,14 +199,17 @@ def clean(checkpoints: Path) -> None:
 
 
 def set_aside(folder: Path) -> bool:
-    """Rename a damaged checkpoint, if a complete one is before it; return whether it is set aside.
+    """In a Slurm job, rename a damaged checkpoint if a complete one is before it; return whether it is set aside.
 
     Several processes may call this: the first one renames.
     """
+    if "SLURM_JOB_ID" not in os.environ:
+        return False
     if folder.is_dir() and complete(folder.parent)[:1] in ([], [folder]):
         return False
     with contextlib.suppress(FileNotFoundError):
         os.replace(folder, f"{folder}{DAMAGED}")
+    _log.error("%s is damaged; it is now %s%s", folder, folder.name, DAMAGED)
     return True
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypedDict
 
 import nemo_prorl
 from nemo_prorl.config import Config
-from nemo_prorl.files import json_lines, read_objects, write_json
+from nemo_prorl.files import append_line, json_lines, read_objects, write_json
 from nemo_prorl.lifecycle.journal_events import HeldOutScores, Reset, standing
 from nemo_prorl.lifecycle.summary import summary
 from nemo_prorl.metrics import Metrics
@@ -208,10 +208,7 @@ class Journal:
     def append(self, event: str, step: int, **fields: Any) -> None:
         """Append an event with the fields of its class in `journal_events`."""
         if self._writes:
-            with self.path.open("a") as file:
-                file.write(json.dumps({"event": event, "step": step, "time": time.time(), **fields}) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
+            append_line(self.path, {"event": event, "step": step, "time": time.time(), **fields}, sync=True)
 
     def events(self) -> list[dict[str, Any]]:
         """Return the events of all complete lines; leave out a last line that a kill cut short."""

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import re
 import shutil
 import socket
 import time
@@ -15,7 +14,7 @@ from nemo_prorl.files import modified, shortened
 from nemo_prorl.launcher.chain_slurm import JobState, job_states, read_record
 from nemo_prorl.launcher.formats import ChainEntry, ChainRecord
 from nemo_prorl.lifecycle.bottleneck import bottleneck
-from nemo_prorl.lifecycle.control import is_locked
+from nemo_prorl.lifecycle.control import is_locked, last_start
 from nemo_prorl.lifecycle.journal_events import rate_text
 from nemo_prorl.lifecycle.retention import complete, newest_state, step_folder
 from nemo_prorl.lifecycle.stages import begun_from, end_text, stop_requested
@@ -28,6 +27,8 @@ _log = logging.getLogger(__name__)
 _AT_WORK = ("RUNNING", "COMPLETING", "SUSPENDED")  # states of Slurm
 _UNKNOWN = JobState("-", "")  # no Slurm, or never submitted
 _RECENT = 10  # steps that the bottleneck is computed from
+# Files that processes of a run write, also while a start is prepared; another user may not see those in endpoints/.
+_LIFE_SIGNS = ("metrics.jsonl", "logs/all.log", ".lock")
 _ALIVE_S = 300.0  # a run writes a sample of its memory more often than this
 _ALARM_LENGTH = 60  # characters of an alarm in a chain's table
 
@@ -117,7 +118,9 @@ def _lowered(run: RunRecord) -> str | None:
 
 
 def _ended(run: RunRecord) -> str:
-    return "done" if run.summary.get("finished") is True else end_text(run.events)
+    if run.summary.get("finished") is True:
+        return "done"
+    return "failed" if _launch_failure(run) else end_text(run.events)
 
 
 def _state(run: RunRecord, locked: bool, resumes: str) -> tuple[str, str]:
@@ -132,11 +135,11 @@ def _state(run: RunRecord, locked: bool, resumes: str) -> tuple[str, str]:
     """
     if locked:
         return "running", "running"
-    end, seen = run.ending or _launch_failure(run), ""
-    host, began = _last_start(run.folder)
+    end, seen = _launch_failure(run) or run.ending, ""
+    host, began = last_start(run.folder)
     if host not in ("", socket.gethostname()) and (end is None or (number(end.get("time")) or 0.0) < began):
         # Many file systems do not show locks of other machines.
-        files = [*run.folder.glob("endpoints/usage-*.json"), run.folder / "metrics.jsonl", run.folder / ".lock"]
+        files = [*run.folder.glob("endpoints/usage-*.json"), *(run.folder / name for name in _LIFE_SIGNS)]
         seconds = max(0.0, time.time() - max(modified(file) for file in files))
         seen = f"last sign of life on {host} {seconds:.0f} s ago; "
         if seconds < _ALIVE_S:
@@ -161,17 +164,10 @@ def _launch_failure(run: RunRecord) -> dict[str, Any] | None:
         return None
     if (number(last.get("time")) or 0.0) < (number(began.get("time")) or 0.0):
         return None  # the run was started again without Slurm
+    begun = next((line for line in reversed(run.launches) if line.get("event") == "begin"), last)
+    if run.ending and (number(run.ending.get("time")) or 0.0) >= (number(begun.get("time")) or 0.0):
+        return None  # the journal has this end
     return {"event": "failure", "step": run.last_step, "time": last.get("time"), "reason": last.get("what")}
-
-
-def _last_start(run_dir: Path) -> tuple[str, float]:
-    """Return the host on which the newest process of the run started, and when; the host is empty if unknown."""
-    file = run_dir / ".lock"
-    try:
-        match = re.match(r"process \d+ on ([^\s,]+)", file.read_text())
-    except (OSError, ValueError):
-        match = None
-    return match[1] if match else "", modified(file)
 
 
 def _launches(run: RunRecord) -> dict[str, Any]:

@@ -58,9 +58,9 @@ def asked(run: Path) -> list[int]:
 
 
 def test_each_checkpoint_is_evaluated_once_the_oldest_first(run: Path) -> None:
-    assert main(["watch", str(run), "--benchmarks", "gcd"]) == 0
+    assert main(["watch", str(run), "--benchmarks", "gsm8k"]) == 0
     assert asked(run) == [10, 20, 30]
-    assert main(["watch", str(run), "--benchmarks", "gcd"]) == 0
+    assert main(["watch", str(run), "--benchmarks", "gsm8k"]) == 0
     assert asked(run) == [10, 20, 30]
     assert [step for step, _ in watch.results(run)] == [10, 20, 30]
 
@@ -73,15 +73,15 @@ def test_a_run_that_has_steps_left_is_waited_for(
     monkeypatch.setattr(
         "nemo_prorl.evaluation.watch.time.sleep", lambda _: (run / "summary.json").write_text('{"finished": true}')
     )
-    assert main(["watch", str(run), "--benchmarks", "gcd"]) == 0
+    assert main(["watch", str(run), "--benchmarks", "gsm8k"]) == 0
     assert f"this ends once {run} has made all its steps; a stopped run is waited for" in caplog.text
     caplog.clear()
-    assert main(["watch", str(run), "--benchmarks", "gcd"]) == 0
+    assert main(["watch", str(run), "--benchmarks", "gsm8k"]) == 0
     assert "this ends once" not in caplog.text
 
 
 def test_the_report_draws_them(run: Path) -> None:
-    main(["watch", str(run), "--benchmarks", "gcd"])
+    main(["watch", str(run), "--benchmarks", "gsm8k"])
     (run / "evaluations" / "step-odd").mkdir()
     curve = page_data([run], [], 0)["curves"][0]
     assert set(curve["benchmarks"]) == {"gcd", "gcd pass@8"}
@@ -91,34 +91,41 @@ def test_the_report_draws_them(run: Path) -> None:
 
 
 def test_only_every_so_many_steps(run: Path) -> None:
-    assert main(["watch", str(run), "--benchmarks", "gcd", "--every", "20", "rollout.max_num_seqs=8"]) == 0
+    assert main(["watch", str(run), "--benchmarks", "gsm8k", "--every", "20", "rollout.max_num_seqs=8"]) == 0
     assert asked(run) == [20]
 
 
 def test_what_is_asked_for_is_handed_on(run: Path) -> None:
     given = ["--samples", "2", "--limit", "3", "--data", "sets"]
-    assert main(["watch", str(run), "--benchmarks", "gcd", *given, "--every", "30", "rollout.max_num_seqs=8"]) == 0
+    assert main(["watch", str(run), "--benchmarks", "gsm8k", *given, "--every", "30", "rollout.max_num_seqs=8"]) == 0
     words = (run / "words").read_text().split()
-    assert words == ["evaluate", str(run), "rollout.max_num_seqs=8", "--benchmarks", "gcd", *given, *words[-4:]]
+    assert words == ["evaluate", str(run), "rollout.max_num_seqs=8", "--benchmarks", "gsm8k", *given, *words[-4:]]
 
 
 def test_a_failure_is_tried_again_and_does_not_stop_the_others(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     (run / "fail-10").touch()
-    assert main(["watch", str(run), "--benchmarks", "gcd"]) == 1
+    assert main(["watch", str(run), "--benchmarks", "gsm8k"]) == 1
     assert asked(run) == [10, 10, 20, 30]
     assert "step 10: prorl evaluate ended with status 3" in caplog.text
 
 
 def test_a_checkpoint_that_the_run_deletes_meanwhile_is_no_failure(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     (run / "gone-10").touch()
-    assert main(["watch", str(run), "--benchmarks", "gcd"]) == 0
+    assert main(["watch", str(run), "--benchmarks", "gsm8k"]) == 0
     assert asked(run) == [10, 20, 30]
     assert "Fix: trainer.grpo.keep_checkpoints, or --every" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("words", "told"), [(["--every", "0"], "--every 0: expected 1 or more"), ([], "run directory")]
+    ("words", "told"),
+    [
+        (["--every", "0"], "--every 0: expected 1 or more"),
+        ([], "run directory"),
+        (["--benchmarks", "gdc"], "--benchmarks gdc: no such benchmark"),
+    ],
 )
 def test_wrong_use(words: list[str], told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert main(["watch", str(tmp_path), "--benchmarks", "gcd", *words]) == 2
+    if "--benchmarks" in words:
+        (tmp_path / "config.yaml").touch()
+    assert main(["watch", str(tmp_path), "--benchmarks", "gsm8k", *words]) == 2
     assert told in caplog.text

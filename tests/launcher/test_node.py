@@ -280,3 +280,22 @@ def test_the_ranks_port_is_chosen_when_the_run_is_prepared(tmp_path: Path, monke
     place = NodeAddress(host="a")
     assert node.lead(args, Peers(tmp_path / "endpoints", place), MergedLog(None)).code == 75
     assert order == ["prepared", "chosen", 4711]
+
+
+def test_a_run_directory_that_stays_in_use_is_told_to_the_hook(tmp_path: Path) -> None:
+    """Without an event in the journal, which belongs to the other process."""
+    hook = tmp_path / "hook.sh"
+    hook.write_text(f"#!/bin/sh\ncat > {tmp_path}/told\n")
+    hook.chmod(0o755)
+    words = [f"run_dir={tmp_path / 'run'}", "cluster=slurm_dev", "trainer.num_nodes=1", f"on_event={hook}"]
+    args = argparse.Namespace(overrides=[*words, "rollout.engines=1"], lock_wait_s=0.1)
+    peers = Peers(tmp_path / "run" / "endpoints", NodeAddress(host="a"))
+    with one_node.locked(tmp_path / "run"), pytest.raises(one_node.StillInUse):
+        node.lead(args, peers, MergedLog(None))
+    told = json.loads((tmp_path / "told").read_text())
+    assert (told["event"], told["kind"], "is in use by another process" in told["what"]) == (
+        "failure",
+        "StillInUse",
+        True,
+    )
+    assert not (tmp_path / "run" / "journal.jsonl").exists()

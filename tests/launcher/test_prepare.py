@@ -1,5 +1,6 @@
 """What is wrong with data, rewards or the machine is said before any engine or rank starts."""
 
+import errno
 import json
 import os
 import shutil
@@ -12,7 +13,15 @@ import pytest
 
 from nemo_prorl import __version__, cli
 from nemo_prorl.cautions import cautions
-from nemo_prorl.errors import CheckpointError, ConfigError, DataError, ProrlError, UnfitMachine
+from nemo_prorl.errors import (
+    DAMAGED,
+    CheckpointError,
+    ConfigError,
+    DamagedCheckpoint,
+    DataError,
+    ProrlError,
+    UnfitMachine,
+)
 from nemo_prorl.launcher.doctor import storage
 from nemo_prorl.launcher.one_node import StillInUse, locked, run
 from nemo_prorl.launcher.prepare import prepare, run_dir_fault, start_faults
@@ -96,6 +105,38 @@ def test_a_start_cleans_and_checks_the_checkpoints_of_the_start_before(tmp_path:
     (checkpoints / "step-000001" / "state.json").write_text(json.dumps({"format": FORMAT, "version": "0.0.1"}))
     with pytest.raises(CheckpointError, match="was written by version 0.0.1"):
         prepared(tmp_path, [record()])
+
+
+def test_a_job_sets_a_damaged_checkpoint_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared(tmp_path, [record()])
+    checkpoints = tmp_path / "run" / "checkpoints"
+    for name in ("step-000001", "step-000002"):
+        (checkpoints / name).mkdir()
+        (checkpoints / name / "state.json").write_text(json.dumps({"format": FORMAT, "version": __version__}))
+    (checkpoints / "step-000002" / "state.json").write_text("")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    with pytest.raises(DamagedCheckpoint):
+        prepared(tmp_path, [record()])
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    prepared(tmp_path, [record()])
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-000001", f"step-000002{DAMAGED}"]
+
+
+def test_a_full_disk_does_not_empty_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared(tmp_path, [record()])
+    before = (tmp_path / "run" / "config.yaml").read_text()
+    real = Path.write_text
+
+    def full(self: Path, text: str, *args: Any, **more: Any) -> int:
+        if "config.yaml" not in self.name:
+            return real(self, text, *args, **more)
+        real(self, "", *args, **more)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        prepared(tmp_path, [record()])
+    assert (tmp_path / "run" / "config.yaml").read_text() == before
 
 
 def test_changes_of_a_continued_run_are_in_its_journal(tmp_path: Path) -> None:
@@ -321,7 +362,7 @@ def test_more_nodes_than_this_command_runs(tmp_path: Path) -> None:
     ("job", "stop"),
     [
         (None, f", stop it (kill {os.getpid()} on {socket.gethostname()}; it saves its step)"),
-        ("77", ", stop it (scancel 77"),
+        ("77", ", stop it (prorl control RUN stop; it saves its step)"),
     ],
     ids=["by hand", "in a job"],
 )
@@ -337,7 +378,7 @@ def test_one_process_at_a_time_works_on_a_run_directory(
     with locked(tmp_path), pytest.raises(ConfigError) as caught:
         run(cfg, "")
     assert str(caught.value).startswith(f"run_dir={tmp_path} is in use by another process: process {os.getpid()} on ")
-    assert f". Fix: wait for its end{stop}" in str(caught.value)
+    assert f". Fix: wait for its end{stop.replace('RUN', str(tmp_path))}" in str(caught.value)
     assert str(caught.value).endswith(", or set run_dir to another folder")
     with locked(tmp_path), pytest.raises(StillInUse, match=r"still after 0.1 s. Fix: wait"), locked(tmp_path, 0.1):
         pass

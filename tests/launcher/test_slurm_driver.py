@@ -24,6 +24,7 @@ from nemo_prorl.launcher.peers import node_file
 from nemo_prorl.launcher.slurm_queries import Job
 from nemo_prorl.launcher.srun_step import Step
 from tests.data.preparing import touch_prepared
+from tests.lines import write_lines
 
 pytestmark = pytest.mark.starts
 
@@ -733,8 +734,9 @@ def test_a_requeue_that_slurm_does_not_take_is_tried_again(cluster: Cluster, mon
 
 def test_a_run_that_stops_for_its_own_time_limit_is_requeued(cluster: Cluster) -> None:
     (cluster.folder / "run").mkdir()
-    reason = "60 s are left of the job (trainer.deadlines.job_s=3600): stopped after step 7"
-    (cluster.folder / "run" / "journal.jsonl").write_text(json.dumps({"event": "stop", "reason": reason}) + "\n")
+    reason = "60 s are left of the job (trainer.deadlines.job_s=3600): the rollout was abandoned"
+    dropped = {"event": "control", "status": "dropped"}  # a request that the run did not serve
+    write_lines(cluster.folder / "run" / "journal.jsonl", [{"event": "stop", "reason": reason}, dropped])
     assert cluster.run([{"code": 75}])[0] == 75
     assert cluster.asked() == ["requeue 17"]
 

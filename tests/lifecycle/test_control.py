@@ -469,6 +469,20 @@ def test_a_wait_below_0_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert "--wait -1: expected a number of seconds, 0 or more" in caplog.text
 
 
+def test_a_run_that_starts_on_another_machine_is_asked(tmp_path: Path) -> None:
+    """Its trainer, which says where it is, does not work yet."""
+    (tmp_path / "config.yaml").touch()
+    (tmp_path / "control").mkdir()
+    Journal(tmp_path).append("stop", 3, reason="SIGUSR1")
+    lock = tmp_path / ".lock"
+    lock.write_text("process 12 on elsewhere, Slurm job 7\n")
+    os.utime(lock, (0, 0))
+    assert cli.main(["control", str(tmp_path), "stop", "--wait", "0"]) == 2  # it has ended since
+    os.utime(lock, (time.time() + 1, time.time() + 1))
+    assert cli.main(["control", str(tmp_path), "stop", "--wait", "0"]) == 0
+    assert len(left(tmp_path)) == 1
+
+
 def test_no_live_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert control.is_locked(tmp_path / "nothing") is False
     assert cli.main(["control", str(tmp_path / "nothing"), "stop"]) == 2
@@ -476,6 +490,7 @@ def test_no_live_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "config.yaml").touch()
     assert cli.main(["control", str(tmp_path), "stop"]) == 2  # never started
     assert "no run is active in" in caplog.text
+    assert "Fix: the command that started the run continues it" in caplog.text
     run = Run(tmp_path)
     assert cli.main(["control", str(tmp_path), "stop"]) == 2  # killed: it says this machine, whose lock is free
     run.train()

@@ -13,6 +13,7 @@ from nemo_prorl.algorithms.reset_rules import best_policy, policy_scores
 from nemo_prorl.errors import ConfigError
 from nemo_prorl.launcher.chain import stage_names
 from nemo_prorl.lifecycle.retention import FORMAT
+from nemo_prorl.lifecycle.run_records import Journal
 from nemo_prorl.lifecycle.stages import (
     begun_from,
     chosen_checkpoint,
@@ -245,3 +246,15 @@ def test_each_stage_is_the_recipes() -> None:
         assert laptop.trainer.grpo.max_steps == round(grpo.max_steps * 0.05)
         assert laptop.run_dir == f"runs/prorl/{stage}"
         assert settings.load([f"stage={stage}", "trainer.grpo.max_steps=7"]).trainer.grpo.max_steps == 7
+
+
+def test_an_event_after_a_torn_line_has_a_line_of_its_own(tmp_path: Path) -> None:
+    """A full disk or a kill may cut the line before it short."""
+    journal = Journal(tmp_path)
+    journal.append("stop", 3, reason="SIGUSR1")
+    with journal.path.open("a") as file:
+        file.write('{"event": "alarm", "st')
+    journal.append("resume", 3, stage="none", version="0")
+    journal.append("finish", 4)
+    assert [event["event"] for event in journal.events()] == ["stop", "resume", "finish"]
+    assert journal.path.read_text().count("\n") == 4

@@ -406,6 +406,7 @@ def stopped_in_validation(run: SmallRun, hopeless: bool, monkeypatch: pytest.Mon
 
         def abandoned(metrics: Any) -> Any:
             if metrics.step == 6:
+                trainer.stopping.request_stop("SIGUSR1")
                 raise RolloutAbandoned("the rollout was abandoned")
             return judge(metrics)
 
@@ -413,7 +414,7 @@ def stopped_in_validation(run: SmallRun, hopeless: bool, monkeypatch: pytest.Mon
 
     trainer = run.start(monkeypatch)
     prepare(trainer)
-    with pytest.raises(StoppedCleanly):
+    with pytest.raises(StoppedCleanly, match=r"^SIGUSR1: the rollout was abandoned; finished steps are saved"):
         trainer.train()
     run.close()
     return trainer

@@ -3,6 +3,8 @@
 The package `nemo_prorl` exports its functions: `nemo_prorl.train`, `nemo_prorl.evaluate`, `nemo_prorl.load_run`.
 """
 
+import asyncio
+import contextlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -134,6 +136,7 @@ def evaluate(
     limit: int | None = None,
     seed: int = 1,
     checkpoint: str | int = "newest",
+    model_name: str | None = None,
     **sampling: float | None,
 ) -> "EvaluationResults":
     """Evaluate a model as `prorl evaluate` does, and return the content of results.json.
@@ -147,6 +150,7 @@ def evaluate(
         data: folder with the prompt records that a benchmark needs and this package does not ship.
         limit: prompts of each benchmark; None: all.
         checkpoint: of a run directory: newest, best (by validation) or a step.
+        model_name: name of the model on a server; only with an address.
         sampling: samples, temperature, top_p, context and max_response; default: those of each benchmark.
 
     Raises:
@@ -156,6 +160,9 @@ def evaluate(
     from nemo_prorl.evaluation.run import EvaluationOptions
     from nemo_prorl.evaluation.run import evaluate as run_evaluation
 
+    with contextlib.suppress(RuntimeError):
+        asyncio.get_running_loop()
+        raise ConfigError("evaluate: an event loop runs here, as in a notebook. Fix: a script, or `!prorl evaluate`")
     chosen = choose(benchmarks if isinstance(benchmarks, str) else ",".join(benchmarks))
     options = EvaluationOptions(
         model=str(model),
@@ -165,6 +172,7 @@ def evaluate(
         data=None if data is None else Path(data),
         limit=limit,
         checkpoint=str(checkpoint),
+        model_name=model_name,
         overrides=tuple(_texts(overrides)),
     )
     return run_evaluation(options)

@@ -1,5 +1,6 @@
 """The Python API: what a run directory contains, and the calls behind the commands."""
 
+import asyncio
 import json
 import os
 import re
@@ -61,6 +62,13 @@ def test_evaluate_refuses_what_the_command_refuses(tmp_path: Path) -> None:
         nemo_prorl.evaluate("model", ["acre", "nothing"], tmp_path / "out")
     with pytest.raises(ConfigError, match="temperature"):
         nemo_prorl.evaluate("model", "acre", tmp_path / "out", temperature=-1)
+
+    async def in_a_notebook() -> None:
+        with pytest.raises(ConfigError, match="an event loop runs here, as in a notebook"):
+            nemo_prorl.evaluate("model", "acre", tmp_path / "out")
+
+    asyncio.run(in_a_notebook())
+    assert not (tmp_path / "out").exists()
 
 
 class Anything:

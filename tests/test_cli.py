@@ -219,10 +219,9 @@ def test_status_tells_a_live_run_from_one_that_ended(tmp_path: Path) -> None:
     assert "failed after step 0: all supervisors were killed" in status.status(run)
     journal.append("stop", 22, reason="SIGUSR1")
     assert "stopped after step 22 (SIGUSR1)" in status.status(run)
-    begin = {**end, "event": "begin", "time": time.time() + 1}  # another start, which ends before a trainer works
-    (run / "launches.jsonl").write_text(
-        "".join(json.dumps(line) + "\n" for line in (begin, {**end, "time": begin["time"] + 1}))
-    )
+    later = time.time() + 1  # another start, which ends before a trainer works
+    lines = [{**end, "event": "begin", "time": later}, {**end, "time": later + 1}]
+    (run / "launches.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert "failed after step 0: all supervisors were killed" in status.status(run)
 
 

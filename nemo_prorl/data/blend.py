@@ -328,9 +328,12 @@ def of_tasks(train: list[LoadedSource], data: DataConfig) -> list[LoadedSource]:
 
 
 def prompt_key(record: Record) -> str:
-    """Return the text by which prompts are compared: the prompt, or its message list as JSON."""
+    """Return the text by which prompts are compared: the prompt, one user message, or roles and contents as JSON."""
     prompt = record["prompt"]
-    return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True)
+    if isinstance(prompt, str):
+        return prompt
+    messages = [(message["role"], message["content"]) for message in prompt]
+    return messages[0][1] if len(messages) == 1 and messages[0][0] == "user" else json.dumps(messages)
 
 
 def _load(source: DataSource, held_out: frozenset[str], prefix: str, templates: Mapping[str, str]) -> list[Record]:

@@ -65,6 +65,10 @@ def record_of(row: dict[str, Any], where: str) -> dict[str, Any]:
                 raise DataError(f"{where}: field {column!r} is not JSON: {error}; it must be an object") from None
         elif isinstance(value, dict):  # a struct has the fields of all rows, null where this row lacks a field
             record[column] = {key: item for key, item in value.items() if item is not None}
+            try:
+                json.dumps(record[column], allow_nan=False)
+            except (TypeError, ValueError) as error:
+                raise DataError(f"{where}: field {column!r}: {error}; expected values that JSON has") from None
     return record
 
 

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from nemo_prorl import settings
 from nemo_prorl.checks import check_heads
@@ -151,14 +151,26 @@ def configuration(options: EvaluationOptions, folder: Path | None) -> DictConfig
     if folder is not None:
         check_heads(cfg)
     of_run, manifests = _rewards_of(options.model), _manifests(options)
-    functions = {**of_run.get("functions", {}), **plain(cfg.rewards.functions)}
-    cfg.rewards.functions = {**_recorded(manifests, functions), **functions}
+    given = plain(cfg.rewards.functions)
+    functions = {**of_run.get("functions", {}), **given}
+    cfg.rewards.functions = {**functions, **_recorded(manifests, given, functions)}
     if not any(word.startswith("rewards.functions_time_s=") for word in options.overrides):
         for known in (of_run, *manifests):  # the last one that has it
             cfg.rewards.functions_time_s = known.get("functions_time_s", cfg.rewards.functions_time_s)
+    if options.expected is not None:
+        _take_settings(cfg, options.expected, options.overrides)
     engines = options.engines or max(1, cfg.rollout.engines // cfg.trainer.num_nodes)
     cfg.trainer.num_nodes, cfg.rollout.engines = 1, engines
     return cfg
+
+
+def _take_settings(cfg: DictConfig, manifest: EvaluationManifest, overrides: Sequence[str]) -> None:
+    """Use the settings of the manifest that is repeated, except those that the command gives."""
+    cfg.rewards.plugins = OmegaConf.merge(manifest["rewards"], cfg.rewards.plugins)
+    for key, value in (manifest["engine"] or {}).items():
+        name = f"{'data' if key in ('prompt', 'system') else 'rollout'}.{key}"
+        if not any(word.startswith(f"{name}=") for word in overrides):
+            OmegaConf.update(cfg, name, value)
 
 
 def _check_tasks(known: Registry, benchmarks: Sequence[Benchmark]) -> None:
@@ -176,13 +188,22 @@ def _manifests(options: EvaluationOptions) -> list[Mapping[str, Any]]:
     return [manifest for manifest in manifests if manifest is not None]
 
 
-def _recorded(manifests: Sequence[Mapping[str, Any]], skip: Mapping[str, str]) -> dict[str, str]:
-    """Return the reward functions that the manifests name, without tasks of `skip`."""
+def _recorded(
+    manifests: Sequence[Mapping[str, Any]], given: Mapping[str, str], known: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the reward functions that the manifests name.
+
+    Args:
+        given: functions of the command, whose tasks are left out.
+        known: all functions that are known without the manifests; older ones name none.
+    """
     functions: dict[str, str] = {}
     for manifest in manifests:
-        own = [entry["file"] for entry in manifest["benchmarks"].values() if "file" in entry]
+        entries = manifest["benchmarks"]
+        own = [entry["file"] for entry in entries.values() if "file" in entry]
         tasks = {name: benchmark.task for name, benchmark in catalogue(own).items()}
-        functions |= recorded_functions(manifest, tasks, skip)
+        named = {tasks.get(name) for name, entry in entries.items() if "function" in entry}
+        functions |= recorded_functions(manifest, tasks, {*given, *(known.keys() - named)})
     return functions
 
 

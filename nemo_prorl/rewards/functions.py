@@ -135,7 +135,7 @@ def function_plugin(name: str) -> type[RewardPlugin]:
     assert match is not None, name
     task, key = match[1], f"rewards.functions.{name}"
     functions = [_function(part, key) for part in match[2].split(_AND)]
-    names = _distinct([function.__name__ for function, _ in functions])
+    names = _distinct([_name_of(function) for function, _ in functions])
     whole = sum(weight for _, weight in functions)
     if whole <= 0:
         raise ConfigError(f"{key}: expected a weight above 0 for at least one function")
@@ -161,7 +161,8 @@ def function_plugin(name: str) -> type[RewardPlugin]:
             return RewardResult(score=min(1.0, score), correct=all(value >= 1.0 for value in values), parts=parts)
 
     FunctionPlugin.name = name
-    FunctionPlugin.__module__ = functions[0][0].__module__  # an exception is located in the user's file
+    # An exception is located in the user's file.
+    FunctionPlugin.__module__ = getattr(functions[0][0], "func", functions[0][0]).__module__
     return FunctionPlugin
 
 
@@ -177,9 +178,15 @@ def _number(function: Callable[..., Any], value: Any) -> float:
     if 0.0 <= number <= 1.0:
         return number
     code = getattr(inspect.unwrap(function), "__code__", None)
-    place = function.__name__ if code is None else f"{code.co_filename}:{code.co_firstlineno}"
-    got = f"{function.__name__} returned {value!r:.80} ({type(value).__name__})"
+    place = _name_of(function) if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+    got = f"{_name_of(function)} returned {value!r:.80} ({type(value).__name__})"
     raise WrongValue(f"{got}: expected a number from 0 to 1", place)
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    """Return the name of a function; of a `functools.partial` that of its function, of an object that of its class."""
+    function = getattr(function, "func", function)
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def _distinct(names: list[str]) -> list[str]:
@@ -192,7 +199,7 @@ def _function(place: str, key: str) -> tuple[Callable[..., Any], float]:
     match = _FUNCTION.fullmatch(place)
     assert match is not None, place
     function = function_in(module_of(Path(match["file"]), key), match["function"], key)
-    if inspect.iscoroutinefunction(function):
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
         raise ConfigError(f"{key}: `async def {match['function']}` returns no number. Fix: def {match['function']}")
     try:
         if "completions" in inspect.signature(function).parameters:  # a third parameter would take the truth

@@ -124,7 +124,7 @@ class RewardRequest:
             id=_typed(obj, "id", str, "a string"),
             task=_typed(obj, "task", str, "a string, the name of a task"),
             prompt=_typed(obj, "prompt", (str, list), "a string or a list of messages"),
-            truth=_typed(obj, "truth", dict, "an object"),
+            truth={key: value for key, value in _typed(obj, "truth", dict, "an object").items() if value is not None},
             response=_typed(obj, "response", str, "a string, the full text of the response"),
             finished=_typed(obj, "finished", bool, "true (ended with eos) or false"),
             source=_typed(obj, "source", str, "a string") if "source" in obj else "",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nemo_prorl.config import DataConfig, DataSource
-from nemo_prorl.data.blend import Blend, LoadedSource, ids_hash, load_sources, of_tasks
+from nemo_prorl.data.blend import Blend, LoadedSource, ids_hash, load_sources, of_tasks, prompt_key
 from nemo_prorl.errors import CheckpointError, ConfigError, DataError
 from nemo_prorl.settings import load
 from tests.data.made import loaded, sources
@@ -116,6 +116,14 @@ def test_training_never_sees_a_held_out_prompt() -> None:
     assert not {r["prompt"] for r in train[0][1]} & {r["prompt"] for r in validation[0][1]}
     assert not {r["id"] for r in train[0][1]} & {r["id"] for r in validation[0][1]}
     assert all(record["id"].startswith("heldout-sums-") for record in validation[0][1])
+
+
+def test_a_held_out_prompt_may_have_another_form() -> None:
+    user = {"role": "user", "content": "How many?"}
+    forms: list[Any] = ["How many?", [user], [{**user, "name": "ann"}]]
+    assert {prompt_key({"prompt": form}) for form in forms} == {"How many?"}
+    others: list[Any] = ["How many ?", [{"role": "system", "content": "How many?"}], [user, user]]
+    assert len({prompt_key({"prompt": form}) for form in [*others, "How many?"]}) == 4
 
 
 def write(path: Path, numbers: range, prefix: str) -> str:

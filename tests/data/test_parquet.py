@@ -1,5 +1,7 @@
 """Prompt records in Parquet files: the same records as in JSON Lines, faults named by row, null fields left out."""
 
+import datetime
+import math
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,10 @@ def test_a_bad_parquet_file_is_named_with_its_row(tmp_path: Path) -> None:
     ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(structs), path)
     assert [one["truth"] for one in read_records(path)] == [{"answer": "2"}, {"answer": "2", "unit": "m"}]
+    for value in (datetime.date(2026, 1, 2), math.nan):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{**good, "truth": {"answer": value}}]), path)
+        with pytest.raises(DataError, match=r"f.parquet:1: field 'truth': .*; expected values that JSON has"):
+            read_records(path)
     path.write_bytes(b"PAR1 nonsense")
     with pytest.raises(DataError, match=r"f.parquet: not a readable Parquet file"):
         read_records(path)

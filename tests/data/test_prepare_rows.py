@@ -70,6 +70,12 @@ def test_choices_are_listed_under_letters() -> None:
     assert made.truth == {"answer": "B", "options": ["iron", "gold"]}
     of_gym = draft(answers.choice(row(question="Which?", options=[{"A": "iron"}, {"B": "gold"}], expected_answer="A")))
     assert of_gym.truth["options"] == ["iron", "gold"]
+    for options in ({"A": "iron", "B": "gold"}, {"text": ["iron", "gold"], "label": ["A", "B"]}):
+        assert draft(answers.choice(row(question="Which?", choices=options, answer="B"))).truth == made.truth
+    wrong: list[Any] = ["iron|gold", {"B": "iron", "A": "gold"}, {"text": "iron", "label": "gold"}]
+    for options in wrong:
+        with pytest.raises(DataError, match="it must be a list of 2 to"):
+            answers.choice(row(question="Which?", options=options, answer="B"))
     with pytest.raises(DataError, match=r'f.jsonl:7: field .answer. is "C"; it must be one letter of A to B'):
         answers.choice(row(question="Which?", options=["iron", "gold"], answer="C"))
 

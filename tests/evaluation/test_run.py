@@ -6,6 +6,7 @@ import json
 import shutil
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -334,6 +335,24 @@ def test_a_manifest_names_the_reward_function_that_judged(
     assert "own.py. Fix: add rewards.functions.own=FILE.py:FUNCTION to the command" in caplog.text
     moved = f"rewards.functions.own={tmp_path}/moved.py:score"
     assert main([*again, "--out", str(tmp_path / "moved"), moved]) == 0
+
+
+def test_a_repeated_evaluation_has_the_settings_of_its_manifest(tmp_path: Path) -> None:
+    """Those of the command come before them; the function of the run comes after that of the manifest."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(OmegaConf.to_yaml(load(["rewards.functions.own=/old.py:score"])))
+    function = own_benchmark(tmp_path).partition("=")[2]
+    engine = {"dtype": "bfloat16", "tensor_parallel_size": 1, "eager": True, "prompt": "chat", "system": "Be brief"}
+    entry = {"file": str(tmp_path / "own.jsonl"), "function": function, "scorer": "x"}
+    manifest: Any = {"benchmarks": {"own": entry}, "engine": engine, "rewards": {"math": {"time_budget_s": 7.0}}}
+    run = EvaluationOptions(str(tmp_path / "run"), [], tmp_path / "out", expected=manifest)
+    cfg = configuration(run, None)
+    assert (cfg.data.prompt, cfg.data.system, cfg.rollout.dtype) == ("chat", "Be brief", "bfloat16")
+    assert (cfg.rewards.plugins, cfg.rewards.functions) == (manifest["rewards"], {"own": function})
+    cfg = configuration(replace(run, overrides=("data.system=Think", "rewards.functions.own=/new.py:score")), None)
+    assert (cfg.data.prompt, cfg.data.system, cfg.rewards.functions) == ("chat", "Think", {"own": "/new.py:score"})
+    del entry["function"]  # an older version did not record it
+    assert configuration(run, None).rewards.functions == {"own": "/old.py:score"}
 
 
 def test_the_seconds_of_a_reward_function_belong_to_an_evaluation(

@@ -122,6 +122,22 @@ def test_a_scalar_of_any_kind_is_a_score(value: str, tmp_path: Path) -> None:
     assert (verdict["score"], verdict["correct"], verdict["failure"]) == (1.0, True, None)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import functools\ndef judge(a, b, c, value): return value\nscore = functools.partial(judge, value=VALUE)",
+        "class Score:\n    def __call__(self, a, b, c): return VALUE\nscore = Score()",
+    ],
+)
+def test_a_partial_and_an_object_are_functions(text: str, tmp_path: Path) -> None:
+    for value, score in (("1", 1.0), ("'1'", None)):
+        (tmp_path / "own.py").write_text(text.replace("VALUE", value))
+        place = f"{tmp_path}/own.py:score"
+        for named in (place, f"{place} + {place}*0.5"):
+            plugin = make_plugin(discover((), {"units": named}).plugin_of_task("units"))
+            assert judge(plugin, request("100"))["score"] == score
+
+
 def returning(value: str, folder: Path) -> RewardPlugin:
     """Return the plugin of a function that returns a value for each response; it begins in line 2."""
     text = f"import numpy, torch\ndef score(prompt, response, truth):\n    return {value}\n"
@@ -148,6 +164,11 @@ def test_a_worker_judges_by_it(place: str) -> None:
     [
         ("def score(prompt, response): ...", "f.py:score", "expected a function of .prompt, response, truth."),
         ("async def score(a, b, c): ...", "f.py:score", "`async def score` returns no number. Fix: def score"),
+        (
+            "class Score:\n    async def __call__(self, a, b, c): ...\nscore = Score()",
+            "f.py:score",
+            "`async def score` returns no number",
+        ),
         ("def score(completions, **kwargs): ...", "f.py:score", "Fix: docs/.*md#a-reward-function-of-trl$"),
         ("def score(prompts, completions, answer): ...", "f.py:score", "Fix: docs/.*md#a-reward-function-of-trl$"),
         ("score = 3", "f.py:score", "has no function score; expected one of: none is there"),

@@ -74,6 +74,7 @@ def test_a_request_survives_json() -> None:
     assert RewardRequest.from_json(request.to_json()) == request
     assert (request.finished, request.source, request.meta) == (False, "s", {"k": 1})
     assert RewardRequest("a", "t", "?", {}, "x").finished
+    assert RewardRequest.from_json({**REQUEST, "truth": {"answer": "7", "unit": None}}).truth == {"answer": "7"}
 
 
 @pytest.mark.parametrize("key", sorted(REQUEST))

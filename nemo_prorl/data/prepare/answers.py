@@ -212,8 +212,13 @@ def choice(row: Row) -> Draft | Drop:
 
 
 def _options(row: Row) -> list[str]:
-    value = row.needed("options", "choices")
-    texts = [text for item in value for text in (item.values() if isinstance(item, dict) else [item])]
+    value: Any = row.needed("options", "choices")
+    if isinstance(value, dict) and "".join(value) == _OPTIONS[: len(value)]:  # {"A": TEXT, ...}
+        value = list(value.values())
+    elif isinstance(value, dict) and value.keys() == {"label", "text"}:  # as in ARC
+        value = value["text"]
+    items = value if isinstance(value, list) else []
+    texts = [text for item in items for text in (item.values() if isinstance(item, dict) else [item])]
     if not 2 <= len(texts) <= len(_OPTIONS) or not all(isinstance(text, str) for text in texts):
         raise row.wrong("options", value, f"a list of 2 to {len(_OPTIONS)} texts")
     return texts

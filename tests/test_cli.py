@@ -223,6 +223,9 @@ def test_status_tells_a_live_run_from_one_that_ended(tmp_path: Path) -> None:
     lines = [{**end, "event": "begin", "time": later}, {**end, "time": later + 1}]
     (run / "launches.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert "failed after step 0: all supervisors were killed" in status.status(run)
+    events = [{"event": "failure", "step": 22, "time": later + 0.5, "reason": "RewardFailure: x"}]  # of this start
+    (run / "journal.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert "failed after step 22: RewardFailure: x" in status.status(run)
 
 
 def test_status_of_a_run_on_another_machine_goes_by_signs_of_life(tmp_path: Path) -> None:

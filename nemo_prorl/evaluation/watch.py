@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from nemo_prorl.errors import ConfigError, StoppedCleanly
-from nemo_prorl.evaluation.catalogue import choose
 from nemo_prorl.files import read_object
 from nemo_prorl.lifecycle.retention import complete, step_of
 
@@ -54,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
 
     Raises ConfigError if RUN is no run directory, a benchmark is unknown, or `--every` is below 1.
     """
+    from nemo_prorl.evaluation.catalogue import choose
+
     if args.every < 1:
         raise ConfigError(f"--every {args.every}: expected 1 or more")
     if not (args.run / "config.yaml").is_file():

@@ -182,8 +182,10 @@ class Rollouts:
         for engine, tensors in sorted(unread.items()):
             if tensors and (names := tuple(tensors)) not in self._unread:
                 self._unread.add(names)
-                what = f"{engine} cannot compare {len(names)} tensors with the published ones"
-                self._records.alarm(step, f"{what}: {listed(names, _NAMED)}")
+                shown = listed(names, _NAMED)
+                self._records.alarm(
+                    step, f"{engine} cannot compare {len(names)} tensors with the published ones: {shown}"
+                )
 
     def await_next(self, metrics: Metrics) -> None:
         """Wait for the batch collected while this step trains, if there is one; record the engines' idle seconds."""

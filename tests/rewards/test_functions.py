@@ -123,19 +123,22 @@ def test_a_scalar_of_any_kind_is_a_score(value: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("name", "text"),
     [
-        "import functools\ndef judge(a, b, c, value): return value\nscore = functools.partial(judge, value=VALUE)",
-        "class Score:\n    def __call__(self, a, b, c): return VALUE\nscore = Score()",
+        ("judge", "import functools\ndef judge(a, b, c, x): return x\nscore = functools.partial(judge, x=VALUE)"),
+        ("Score", "class Score:\n    def __call__(self, a, b, c): return VALUE\nscore = Score()"),
     ],
 )
-def test_a_partial_and_an_object_are_functions(text: str, tmp_path: Path) -> None:
+def test_a_partial_and_an_object_are_functions(name: str, text: str, tmp_path: Path) -> None:
     for value, score in (("1", 1.0), ("'1'", None)):
         (tmp_path / "own.py").write_text(text.replace("VALUE", value))
         place = f"{tmp_path}/own.py:score"
         for named in (place, f"{place} + {place}*0.5"):
             plugin = make_plugin(discover((), {"units": named}).plugin_of_task("units"))
-            assert judge(plugin, request("100"))["score"] == score
+            verdict = judge(plugin, request("100"))
+            assert verdict["score"] == score
+            assert name in (verdict["detail"] if score is None else {name, *verdict["parts"]})
+            assert set(verdict["parts"]) in (set(), {name, f"{name}_2"})
 
 
 def returning(value: str, folder: Path) -> RewardPlugin:

@@ -77,7 +77,7 @@ def test_a_new_module_does_not_take_a_name_that_exists() -> None:
 # --- what the whole costs its readers --------------------------------------------------------------------------------
 
 # The values of today.  Who adds code or keys removes others, or changes the number and says why in the commit.
-MOST_LINES, MOST_KEYS = 50_970, 197
+MOST_LINES, MOST_KEYS = 50_980, 197
 
 
 def test_the_code_does_not_grow_unnoticed() -> None:

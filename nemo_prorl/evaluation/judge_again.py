@@ -18,7 +18,7 @@ from nemo_prorl import settings
 from nemo_prorl.errors import ProrlError
 from nemo_prorl.evaluation.catalogue import Benchmark, Sampling
 from nemo_prorl.evaluation.formats import BenchmarkManifest, EvaluationManifest, EvaluationResults
-from nemo_prorl.evaluation.manifest import recorded_functions, scorer_entry
+from nemo_prorl.evaluation.manifest import is_given, recorded_functions, scorer_entry
 from nemo_prorl.evaluation.run import check_rewards, stoppable, write_results
 from nemo_prorl.evaluation.sampling import BenchmarkWork, sample_and_judge
 from nemo_prorl.evaluation.store import Store, read_json, verdicts_folder
@@ -78,7 +78,7 @@ def _configuration(manifest: EvaluationManifest, tasks: Mapping[str, str], overr
     functions = plain(cfg.rewards.functions)
     cfg.rewards.functions = {**recorded_functions(manifest, tasks, functions), **functions}
     cfg.rewards.plugins = OmegaConf.merge(manifest["rewards"], cfg.rewards.plugins)
-    if not any(word.startswith("rewards.functions_time_s=") for word in overrides):
+    if not is_given("rewards.functions_time_s", overrides):
         cfg.rewards.functions_time_s = manifest.get("functions_time_s", cfg.rewards.functions_time_s)
     return cfg
 

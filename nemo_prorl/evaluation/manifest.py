@@ -101,6 +101,11 @@ def recorded_functions(manifest: Mapping[str, Any], tasks: Mapping[str, str], sk
     return functions
 
 
+def is_given(key: str, overrides: Sequence[str]) -> bool:
+    """Return whether the command gives a key, which then wins over what a manifest or a run recorded."""
+    return any(word.startswith(f"{key}=") for word in overrides)
+
+
 def is_plugin(scorer: str | None) -> bool:
     """Return whether a manifest's scorer is a plugin and not a function of the user; None (older versions) is one."""
     return scorer is None or scorer.startswith("plugin ")
@@ -195,6 +200,7 @@ def merged(
 
 
 def _differing_settings(old: EvaluationManifest, new: EvaluationManifest) -> list[str]:
+    """Return as text each setting that differs; older versions did not record the seconds of functions."""
     settings: dict[str, tuple[Any, Any]] = {key: (old[key], new[key]) for key in _SETTINGS}
     if any("function" in entry for entry in new["benchmarks"].values()):
         seconds = new["functions_time_s"]

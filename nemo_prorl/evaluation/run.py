@@ -25,7 +25,7 @@ from nemo_prorl.errors import ConfigError, DataError, ProrlError, StoppedCleanly
 from nemo_prorl.evaluation import models
 from nemo_prorl.evaluation.catalogue import Benchmark, catalogue, check_files, load_records
 from nemo_prorl.evaluation.formats import EvaluationManifest, EvaluationResults, EvaluationTime
-from nemo_prorl.evaluation.manifest import check_expected, manifest_of, merged, recorded_functions
+from nemo_prorl.evaluation.manifest import check_expected, is_given, manifest_of, merged, recorded_functions
 from nemo_prorl.evaluation.models import Model
 from nemo_prorl.evaluation.store import Store, verdicts_folder
 from nemo_prorl.files import read_object, write_json
@@ -154,7 +154,7 @@ def configuration(options: EvaluationOptions, folder: Path | None) -> DictConfig
     given = plain(cfg.rewards.functions)
     functions = {**of_run.get("functions", {}), **given}
     cfg.rewards.functions = {**functions, **_recorded(manifests, given, functions)}
-    if not any(word.startswith("rewards.functions_time_s=") for word in options.overrides):
+    if not is_given("rewards.functions_time_s", options.overrides):
         for known in (of_run, *manifests):  # the last one that has it
             cfg.rewards.functions_time_s = known.get("functions_time_s", cfg.rewards.functions_time_s)
     if options.expected is not None:
@@ -169,7 +169,7 @@ def _take_settings(cfg: DictConfig, manifest: EvaluationManifest, overrides: Seq
     cfg.rewards.plugins = OmegaConf.merge(manifest["rewards"], cfg.rewards.plugins)
     for key, value in (manifest["engine"] or {}).items():
         name = f"{'data' if key in ('prompt', 'system') else 'rollout'}.{key}"
-        if not any(word.startswith(f"{name}=") for word in overrides):
+        if not is_given(name, overrides):
             OmegaConf.update(cfg, name, value)
 
 
